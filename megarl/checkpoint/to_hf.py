@@ -109,13 +109,14 @@ def _candidate_locations(param: Param) -> Iterator[tuple[str, tuple[int, ...]]]:
 def extract_hf_tensor(param: Param, whole: torch.Tensor, source: int) -> torch.Tensor:
     """Return the part of a whole Megatron tensor that is HF tensor number `source`."""
     dim, slices = split_with(param, param.sharding, 1, 0)
-    parts, offset = [], 0
+    parts, offset = {}, 0
     for part in slices:
         size = part.stop - part.start
         if part.source == source:
-            parts.append(whole.narrow(dim, offset, size))
+            parts[part.start] = whole.narrow(dim, offset, size)
         offset += size
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
+    ordered = [parts[start] for start in sorted(parts)]
+    return ordered[0] if len(ordered) == 1 else torch.cat(ordered, dim=dim)
 
 
 def convert(

@@ -35,6 +35,7 @@ from megarl.megatron.model_layers import (
     PlainQueryMLA,
     PostNormLayer,
     ScaledEmbedding,
+    SoftmaxBiasRouter,
     ValueHead,
 )
 from megarl.megatron.parameter_names import named_params
@@ -234,6 +235,7 @@ def _layer_spec(settings: TransformerConfig, extras: Extras, vp_stage: int | Non
         if settings.multi_latent_attention and settings.q_lora_rank is None:
             layer.submodules.self_attention.module = PlainQueryMLA
         build_mlp = layer.submodules.mlp
-        if extras.has_group_max_routing and isinstance(build_mlp, partial) and build_mlp.func is MoELayer:
-            build_mlp.keywords["submodules"].router = GroupLimitedRouter
+        if extras.has_own_router and isinstance(build_mlp, partial) and build_mlp.func is MoELayer:
+            router = GroupLimitedRouter if extras.has_group_max_routing else SoftmaxBiasRouter
+            build_mlp.keywords["submodules"].router = router
     return spec

@@ -33,6 +33,7 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from torch.utils.checkpoint import checkpoint
 
 from megarl.cpu.megatron_modules import PackedAttention
+from megarl.parallel import device
 
 
 class ValueHead(torch.nn.Module):
@@ -275,16 +276,66 @@ class GroupMaxTopK:
         return replayed
 
 
-class GroupLimitedRouter(TopKRouter):  # type: ignore[misc]
-    """Megatron's router, except that it chooses experts by `group_max_topk`."""
+class _OwnTopKRouter(TopKRouter):  # type: ignore[misc]
+    """Megatron's router, except that it chooses experts as `wrap_replay` does."""
 
     router_replay: Any
 
+    def wrap_replay(self, replay: Any) -> Any:
+        """Return the hook that replaces `replay`, the installed one or None."""
+        raise NotImplementedError
+
     def routing(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         replay = self.router_replay
-        self.router_replay = GroupMaxTopK(replay)
+        self.router_replay = self.wrap_replay(replay)
         try:
             probs, routing_map = super().routing(*args, **kwargs)
         finally:
             self.router_replay = replay
         return probs, routing_map
+
+
+class GroupLimitedRouter(_OwnTopKRouter):
+    """Megatron's router, except that it chooses experts by `group_max_topk`."""
+
+    def wrap_replay(self, replay: Any) -> Any:
+        return GroupMaxTopK(replay)
+
+
+# --- softmax routing with a balancing bias ----------------------------------------------------------------------------
+
+
+class BiasedTopK:
+    """Chooses experts by softmax probability plus bias and returns their probabilities, normalised, without the bias.
+
+    Megatron has such a bias for sigmoid scores only. Wraps the replay already installed, if any.
+    """
+
+    def __init__(self, replay: Any, bias: torch.Tensor) -> None:
+        self.replay, self.bias = replay, bias
+
+    def get_replay_topk(
+        self, scores: torch.Tensor, topk: int, num_groups: None, group_topk: None, default_compute_topk: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        arguments = (scores + self.bias).detach(), topk, num_groups, group_topk
+        if self.replay is None:
+            _, chosen = default_compute_topk(*arguments)
+        else:
+            _, chosen = self.replay.get_replay_topk(*arguments, default_compute_topk)
+        weights = scores.gather(1, chosen)
+        return weights / weights.sum(dim=-1, keepdim=True), chosen
+
+
+class SoftmaxBiasRouter(_OwnTopKRouter):
+    """Megatron's router with ERNIE 4.5's choice of experts; `expert_bias` has the shape of its checkpoints, [1, E]."""
+
+    expert_bias: torch.Tensor
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        del self.expert_bias
+        bias = torch.zeros(1, config.num_moe_experts, dtype=torch.float32, device=device.device())
+        self.register_buffer("expert_bias", bias)
+
+    def wrap_replay(self, replay: Any) -> Any:
+        return BiasedTopK(replay, self.expert_bias)

@@ -109,8 +109,8 @@ def weight(
     )
 
 
-def embedding(hf: HFConfig) -> list[Param]:
-    return [_vocab_weight("embedding.word_embeddings", "model.embed_tokens", hf, "embedding")]
+def embedding(hf: HFConfig, name: str = "model.embed_tokens") -> list[Param]:
+    return [_vocab_weight("embedding.word_embeddings", name, hf, "embedding")]
 
 
 def final_params(hf: HFConfig) -> list[Param]:

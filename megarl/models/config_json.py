@@ -86,6 +86,15 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "glm4moe": _EXPERTS
     | {"n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.0}
     | {"use_qk_norm": False, "partial_rotary_factor": 0.5},
+    "glm4moelite": _EXPERTS
+    | {"q_lora_rank": 768, "n_shared_experts": 1, "routed_scaling_factor": 1.8, "num_mtp_layers": 0}
+    | {"rope_interleave": True},
+    "ernie45moe": _SHARED
+    | {"rms_norm_eps": 1e-5, "num_key_value_heads": 4, "rope_theta": 500000.0, "tie_word_embeddings": True}
+    | {"moe_num_experts": 64, "moe_k": 6, "moe_num_shared_experts": 2, "moe_norm_min": 1e-12, "use_bias": False}
+    | {"moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1},
+    "bailingmoev2": {key: _SHARED[key] for key in _SHARED.keys() - {"partial_rotary_factor", "rope_theta"}},
+    "mixtral": _SHARED | {"num_key_value_heads": 8, "rope_theta": 1000000.0, "router_jitter_noise": 0.0},
     "minimaxm2": _SHARED | {"head_dim": 128, "rope_theta": 5000000.0, "router_jitter_noise": 0.0},
 }
 """Defaults of absent keys by model, from its configuration class in transformers.
@@ -200,10 +209,12 @@ def require_common(
     partial_rotary: bool = False,
     activation: str = "silu",
     layer_types: Sequence[str] | None = None,
+    neox_rope: bool = True,
 ) -> None:
     """Raise ConfigError for options that no family implements.
 
     partial_rotary: whether this family supports rotating only a part of each head.
+    neox_rope: whether it rotates the halves of a head, not neighbouring pairs.
     layer_types: the attention type of each layer; None for full attention everywhere.
     """
     is_fp8(hf)  # raises for any other quantisation
@@ -213,7 +224,7 @@ def require_common(
     if not partial_rotary:
         require(rope_options(hf), "partial_rotary_factor", 1.0)
         require(hf, "partial_rotary_factor", 1.0)
-    require(hf, "rope_is_neox_style", True)
+    require(hf, "rope_is_neox_style", neox_rope)
     require(hf, "pruned_heads", {}, (None,))
     types = list(hf.get("layer_types") or ())
     if layer_types is not None:

@@ -1,7 +1,7 @@
-"""DeepSeek-V2 and V3: multi-head latent attention, shared experts, and dense first layers.
+"""DeepSeek-V2 and V3, and GLM-4.7-Flash: multi-head latent attention, shared experts, and dense first layers.
 
 V3 (with R1, and Kimi K2 by its config.json) has sigmoid routing with groups and a balancing bias. V2 has softmax
-routing, with or without groups.
+routing, with or without groups. GLM-4.7-Flash has V3's layers with a router in FP32.
 """
 
 from __future__ import annotations
@@ -93,6 +93,10 @@ def _layer_v3(hf: HFConfig, layer: int, experts: Iterable[int]) -> list[Param]:
     return rows(hf, layer) if layer < need(hf, "num_hidden_layers") else mtp_layer(hf, layer, rows)
 
 
+def _layer_glm4_moe_lite(hf: HFConfig, layer: int, experts: Iterable[int]) -> list[Param]:
+    return blocks.with_fp32_router(_layer_v3(hf, layer, experts))
+
+
 def _decoder_layer(hf: HFConfig, layer: int, experts: Iterable[int], bias: bool = False) -> list[Param]:
     megatron, hf_layer, hidden = f"decoder.layers.{layer}", f"model.layers.{layer}", need(hf, "hidden_size")
     return [
@@ -103,7 +107,9 @@ def _decoder_layer(hf: HFConfig, layer: int, experts: Iterable[int], bias: bool 
     ]
 
 
-def mlp(hf: HFConfig, layer: int, experts: Iterable[int], bias: bool) -> list[Param]:
+def mlp(
+    hf: HFConfig, layer: int, experts: Iterable[int], bias: bool, bias_name: str = "e_score_correction_bias"
+) -> list[Param]:
     """Return the MLP of a dense layer, or the router, its bias if any, experts and shared experts of an MoE layer."""
     if layer < _dense_layers(hf):
         return blocks.dense_mlp(hf, layer)
@@ -111,7 +117,7 @@ def mlp(hf: HFConfig, layer: int, experts: Iterable[int], bias: bool) -> list[Pa
     megatron, hf_mlp = f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.mlp"
     rows = blocks.moe_params(layer, hidden, ffn, num_experts(hf), experts)
     if bias:
-        tensor = HFTensor(f"{hf_mlp}.gate.e_score_correction_bias", (num_experts(hf),))
+        tensor = HFTensor(f"{hf_mlp}.gate.{bias_name}", (num_experts(hf),))
         rows.insert(1, blocks.router_bias(layer, tensor))
     if shared:
         width = "moe_intermediate_size x n_shared_experts"
@@ -224,7 +230,6 @@ def _check(hf: HFConfig, fields: dict[str, Any]) -> None:
     if need(hf, "qk_rope_head_dim") % 2:
         raise ConfigError(f"config.json: rotary embeddings turn pairs, not qk_rope_head_dim={hf['qk_rope_head_dim']}")
     config_json.require(hf, "attention_bias", False)
-    config_json.require_present(hf, "moe_layer_freq", 1)
     read(hf, "num_key_value_heads")
     config_json.require(hf, "num_key_value_heads", need(hf, HEADS), (None,))
     # transformers also writes and reads two redundant head sizes.
@@ -232,13 +237,18 @@ def _check(hf: HFConfig, fields: dict[str, Any]) -> None:
     for key, size in {"head_dim": rope_dim, "qk_head_dim": need(hf, "qk_nope_head_dim") + rope_dim}.items():
         if key in hf:
             config_json.require(hf, key, size)
-    # SGLang applies it to the latents' norms, for which transformers has 1e-6
-    config_json.require(hf, "rms_norm_eps", 1e-6)
     _rope(hf)
 
 
+def _check_deepseek(hf: HFConfig, fields: dict[str, Any]) -> None:
+    _check(hf, fields)
+    config_json.require_present(hf, "moe_layer_freq", 1)
+    # SGLang applies it to the latents' norms, for which transformers has 1e-6
+    config_json.require(hf, "rms_norm_eps", 1e-6)
+
+
 def _check_v2(hf: HFConfig) -> None:
-    _check(hf, FIELDS | LATENT | {"n_group": Experts | None, "topk_group": Experts | None})
+    _check_deepseek(hf, FIELDS | LATENT | {"n_group": Experts | None, "topk_group": Experts | None})
     config_json.require(hf, "mlp_bias", False)
     config_json.require(hf, "rope_interleave", True)
     config_json.require_same(hf, "n_routed_experts", "num_experts")
@@ -257,11 +267,29 @@ def _check_v2(hf: HFConfig) -> None:
 
 
 def _check_v3(hf: HFConfig) -> None:
-    _check(hf, FIELDS | LATENT)
+    _check_deepseek(hf, FIELDS | LATENT)
     config_json.require(hf, "rope_interleave", True)
     config_json.require_present(hf, "scoring_func", "sigmoid")
     config_json.require_present(hf, "topk_method", "noaux_tc")
     check_sigmoid_routing(hf)
+
+
+def _check_glm4_moe_lite(hf: HFConfig) -> None:
+    """Like V3's, except that `rms_norm_eps` may have any value, the published 1e-5.
+
+    SGLang and Megatron apply it to the latents' norms too, for which transformers has 1e-6.
+    """
+    _check(hf, FIELDS | LATENT | {"mlp_layer_types": list[str] | None})
+    config_json.require(hf, "rope_interleave", True)
+    config_json.require(hf, "topk_method", "noaux_tc")
+    config_json.require(hf, "moe_layer_freq", 1)  # set by SGLang, and not read by transformers
+    config_json.require(hf, "num_mtp_layers", 0)  # num_nextn_predict_layers is read
+    check_sigmoid_routing(hf)
+    # SGLang reads the first key, transformers the second.
+    layers, types = need(hf, "num_hidden_layers"), hf.get("mlp_layer_types")
+    dense = 1 if types is None else types.count("dense")
+    config_json.require_present(hf, "first_k_dense_replace", dense)
+    config_json.require(hf, "mlp_layer_types", None, (["dense"] * dense + ["sparse"] * (layers - dense),))
 
 
 def require_groups(hf: HFConfig) -> None:
@@ -328,6 +356,18 @@ V3 = Family(
     num_experts,
     tool_call_parser="deepseekv3",
     parsers_by_type={"kimi_k2": "kimi_k2"},
+    untrained_prefixes=untrained_prefixes,
+    num_mtp_layers=num_mtp_layers,
+)
+GLM4_MOE_LITE = Family(
+    "Glm4MoeLiteForCausalLM",
+    "glm4_moe_lite",
+    _check_glm4_moe_lite,
+    partial(_config, check=_check_glm4_moe_lite, routing=SIGMOID_ROUTING),
+    blocks.gpt_kwargs,
+    _layer_glm4_moe_lite,
+    num_experts,
+    tool_call_parser="glm47",
     untrained_prefixes=untrained_prefixes,
     num_mtp_layers=num_mtp_layers,
 )

@@ -108,6 +108,24 @@ class QKVSharding(Sharding):
 
 
 @dataclass(frozen=True)
+class FusedSharding(Sharding):
+    """One source in which HF stores several, one after the other along dim 0, sharded as `inner` shards those.
+
+    units: their relative sizes, such as the numbers of heads of q, k and v.
+    """
+
+    inner: Sharding
+    units: tuple[int, ...]
+
+    def split(self, sources: Sequence[tuple[int, ...]], tp: int, rank: int) -> ShardSpec:
+        rows, *columns = sources[0]
+        sizes = [rows // sum(self.units) * count for count in self.units]
+        starts = [sum(sizes[:part]) for part in range(len(sizes))]
+        dim, slices = self.inner.split([(size, *columns) for size in sizes], tp, rank)
+        return ShardSpec(dim, tuple(Slice(0, starts[s] + start, starts[s] + stop) for s, start, stop in slices))
+
+
+@dataclass(frozen=True)
 class VocabSharding(Sharding):
     """Equal row blocks of the vocabulary padded to `VOCAB_MULTIPLE` x TP. The last ranks may hold only padding."""
 

@@ -19,7 +19,7 @@ from megarl.models.activation_memory import DTYPE_BYTES, layer_elements, logits_
 from megarl.models.family import HFConfig
 from megarl.models.fp8 import BLOCK, is_fp8, is_quantised
 from megarl.models.host_memory import checkpoint_copy
-from megarl.models.layout_algebra import HFTensor, Param, QKVSharding, Replicated, layer_of, local_shape
+from megarl.models.layout_algebra import FusedSharding, HFTensor, Param, QKVSharding, Replicated, layer_of, local_shape
 from megarl.models.lora_tables import adapter_params
 from megarl.models.pipeline_stages import stage_layers
 from megarl.models.registry import family_of, num_trained_mtp
@@ -354,6 +354,10 @@ def engine_bytes(hf: HFConfig, tp: int, size: int, drafts: bool = False) -> int:
         elif isinstance(param.sharding, QKVSharding):
             q, k, v = (prod(tensor.shape) for tensor in param.hf)
             elements = q // tp + (k + v) // min(tp, param.sharding.num_kv_heads)
+        elif isinstance(param.sharding, FusedSharding):
+            heads, kv_heads, _ = param.sharding.units
+            head = param.size // sum(param.sharding.units)
+            elements = head * (heads // tp + 2 * kv_heads // min(tp, kv_heads))
         else:
             elements = -(-param.size * count // tp)
         total += elements * (1 + 4 / BLOCK**2 if fp8 and is_quantised(param) else size)

@@ -97,7 +97,7 @@ def randomize(model: PreTrainedModel, seed: int) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 tensor.copy_(0.1 * torch.randn(tensor.shape, generator=generator))
             elif not tensor.requires_grad:
                 continue
@@ -266,13 +266,10 @@ def glm4_moe(seed: int = 0, **changes: Any) -> PreTrainedModel:
 def of_family(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """Return a model with the configuration of `tests/megatron/tiny.py`, but the vocabulary and length of these."""
     import tiny
-    import transformers
 
     shared = ("vocab_size", "max_position_embeddings", "eos_token_id", "bos_token_id", "pad_token_id")
     values = tiny.HF[family] | {key: _common(1)[key] for key in shared} | changes
-    (architecture,) = values.pop("architectures")
-    config = getattr(transformers, architecture.replace("ForCausalLM", "Config"))(**values)
-    return randomize(getattr(transformers, architecture)(config), seed)
+    return randomize(tiny.set_latent_eps(tiny.hf_class(values)(tiny.hf_config(values))), seed)
 
 
 def save(model: PreTrainedModel, folder: Path) -> Path:

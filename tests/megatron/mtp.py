@@ -15,6 +15,8 @@ def add_layers(model: Any) -> None:
     Names are those of the published checkpoints."""
     config, first_layer = model.config, model.config.num_hidden_layers
     norm, hidden = type(model.model.norm), model.config.hidden_size
+    if types_of_mlps := getattr(config, "mlp_layer_types", None):
+        config.mlp_layer_types = [*types_of_mlps, *["sparse"] * config.num_nextn_predict_layers]
     for number in range(config.num_nextn_predict_layers):
         layer = type(model.model.layers[-1])(config, first_layer + number)
         layer.enorm, layer.hnorm = norm(hidden, config.rms_norm_eps), norm(hidden, config.rms_norm_eps)

@@ -108,6 +108,7 @@ class Trainer:
         tree = {
             name: (p.grad if p.grad is not None else torch.zeros_like(p)) if grads else p.detach()
             for name, p in self.model.named_parameters()
+            if p.requires_grad or not grads
         }
         if not grads:
             saved = self.model.state_dict()  # without buffers that no checkpoint has

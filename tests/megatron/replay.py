@@ -55,7 +55,7 @@ def force_routing(model: Any, routing: torch.Tensor) -> Iterator[None]:
             logits = hidden.view(-1, hidden.shape[-1]) @ self.weight.T
             scores = logits.sigmoid() if bias or hasattr(self, "e_score_correction_bias") else logits.softmax(-1)
             weights = scores.gather(1, indices)
-            if getattr(self, "norm_topk_prob", bool(bias)):
+            if getattr(self, "norm_topk_prob", bool(bias) or hasattr(self, "moe_statics")):
                 weights = weights / weights.sum(-1, keepdim=True)
             return logits, weights * getattr(self, "routed_scaling_factor", 1.0), indices
 

@@ -143,27 +143,97 @@ HF["minimax_m2"] = dict(
     rope_theta=10000.0,
 )
 
+HF["glm4_moe_lite"] = HF["deepseek_v3"] | dict(
+    architectures=["Glm4MoeLiteForCausalLM"],
+    rms_norm_eps=1e-5,  # as published; transformers does not apply it to the norms of the latents, see `hf_model`
+    num_hidden_layers=2,
+)
+HF["glm4_moe_lite_mtp"] = HF["glm4_moe_lite"] | dict(num_nextn_predict_layers=1)
+HF["mixtral"] = dict(
+    COMMON,
+    architectures=["MixtralForCausalLM"],
+    intermediate_size=24,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    tie_word_embeddings=False,
+    rope_theta=10000.0,
+)
+HF["ernie4_5_moe"] = dict(
+    COMMON,
+    architectures=["Ernie4_5_MoeForCausalLM"],
+    moe_num_experts=4,
+    moe_k=2,
+    moe_intermediate_size=24,
+    moe_num_shared_experts=2,
+    moe_layer_start_index=1,
+    tie_word_embeddings=True,
+    rope_theta=10000.0,
+)
+HF["ling2"] = dict(
+    COMMON,
+    architectures=["BailingMoeV2ForCausalLM"],
+    head_dim=16,
+    partial_rotary_factor=0.5,
+    use_qk_norm=True,
+    use_bias=False,
+    use_qkv_bias=False,
+    first_k_dense_replace=1,
+    num_experts=8,
+    num_shared_experts=1,
+    num_experts_per_tok=2,
+    n_group=4,
+    topk_group=1,
+    moe_intermediate_size=24,
+    moe_router_enable_expert_bias=True,
+    norm_topk_prob=True,
+    routed_scaling_factor=1.5,
+    router_dtype="fp32",
+    score_function="sigmoid",
+    tie_word_embeddings=False,
+    rope_theta=10000.0,
+)
+
 AUX_LOSSES = dict(moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.5, moe_z_loss_coeff=0.1)
 
 
 def hf_model(family: str) -> Any:
     """Return transformers' model in fp32 with seeded weights, and with norms and biases that are not ones and zeros."""
-    import transformers
-
-    values = {name: value for name, value in HF[family].items() if name != "architectures"}
-    config = getattr(transformers, HF[family]["architectures"][0].replace("ForCausalLM", "Config"))(**values)
+    config = hf_config(HF[family])
     config._attn_implementation = "eager"
     torch.manual_seed(0)
-    model = getattr(transformers, HF[family]["architectures"][0])(config).float().eval()
+    model = hf_class(HF[family])(config).float().eval()
     if HF[family].get("num_nextn_predict_layers"):
         import mtp
 
         mtp.add_layers(model)
+    set_latent_eps(model)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if "norm" in name or name.endswith("bias"):
                 tensor.add_(0.1 * torch.randn(tensor.shape, generator=generator))
+    return model
+
+
+def hf_class(hf: dict[str, Any], kind: str = "ForCausalLM") -> Any:
+    """Return transformers' class of a model or, with kind "Config", of its configuration; for Ling 2 the tests' own."""
+    import ling
+    import transformers
+
+    name = hf["architectures"][0].replace("ForCausalLM", kind)
+    return getattr(transformers, name, None) or getattr(ling, name)
+
+
+def hf_config(hf: dict[str, Any]) -> Any:
+    """Return the configuration object of a config.json."""
+    return hf_class(hf, "Config")(**{name: value for name, value in hf.items() if name != "architectures"})
+
+
+def set_latent_eps(model: Any) -> Any:
+    """Give the norms of latents the epsilon of config.json, as SGLang and Megatron do, instead of transformers' 1e-6."""
+    for name, module in model.named_modules():
+        if name.endswith("_a_layernorm"):
+            module.variance_epsilon = model.config.rms_norm_eps
     return model
 
 

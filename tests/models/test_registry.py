@@ -87,6 +87,13 @@ MINIMAX_M2 = (
     | {"head_dim": 8, "intermediate_size": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 4}
     | {"use_qk_norm": True, "use_routing_bias": True, "scoring_func": "sigmoid"}
 )
+ERNIE = SMALL | {
+    "moe_num_experts": 4,
+    "moe_k": 2,
+    "moe_intermediate_size": 8,
+    "moe_num_shared_experts": 1,
+    "moe_layer_start_index": 1,
+}
 MODELS = {
     "qwen2": ("Qwen2", SMALL),
     "qwen2 tied": ("Qwen2", SMALL | {"tie_word_embeddings": True}),
@@ -103,6 +110,10 @@ MODELS = {
     "deepseek_v3": ("DeepseekV3", MLA | {"rope_parameters": YARN}),
     "deepseek_v3 without q_lora": ("DeepseekV3", MLA | {"q_lora_rank": None}),
     "minimax_m2": ("MiniMaxM2", MINIMAX_M2),
+    "glm4_moe_lite": ("Glm4MoeLite", MLA | {"rms_norm_eps": 1e-5}),
+    "mixtral": ("Mixtral", SMALL | {"intermediate_size": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "ernie4_5_moe": ("Ernie4_5_Moe", ERNIE),
+    "ernie4_5_moe tied": ("Ernie4_5_Moe", ERNIE | {"tie_word_embeddings": True, "moe_num_shared_experts": 0}),
 }
 
 
@@ -125,7 +136,8 @@ def test_table_lists_the_tensors_that_transformers_writes(name: str, tmp_path: P
     assert len(names) == len(written)
     assert {tensor.name: tensor.shape for tensor in names} == written
     if "experts" in str(written):
-        assert written["model.layers.1.mlp.experts.3.gate_proj.weight"] == (8, 16)  # one tensor per expert, not stacked
+        (gate,) = (name for name in written if name.endswith((".1.mlp.experts.3.gate_proj.weight", ".1.block_sparse_moe.experts.3.w1.weight")))
+        assert written[gate] == (8, 16)  # one tensor per expert, not stacked
     # The config that we write by hand in these tests means the same model.
     assert family_of(hf).params(hf, 2) == family_of(hf_of(name)).params(hf_of(name), 2)
     actual = family_of(hf).megatron_config(hf)
