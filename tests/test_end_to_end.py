@@ -352,6 +352,31 @@ def test_mtp_training_raises_draft_acceptance(
     }
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", ["minimax_m2", "glm4_moe_lite", "mixtral", "ernie4_5_moe", "ling2"])
+def test_two_steps_of_an_moe_family(family: str, folder: Path, tmp_path: Path, host: str) -> None:
+    """GRPO on two tensor and expert parallel ranks with replayed routing: engine and trainer compute the same policy
+    before and after an update, and the export has every tensor, changed except for the routers' biases."""
+    import tiny_models
+
+    model = tiny_models.save(tiny_models.of_family(family), tmp_path / "model")
+    overrides = [
+        f"model.path={model}",
+        *("algorithm=grpo", "kl.apply_to=none", "loss.entropy_coef=0.1", "train.routing_replay=true"),
+        *("run.num_rollout=2", "run.save_every=0", "rollout.max_turns=1", "rollout.max_new_tokens=8"),
+        *("actor_optimizer.lr=0.01", "actor_optimizer.schedule=constant", "rollout.verify_weights_every=1"),
+        *(["rollout.sglang.trust_remote_code=true"] if family == "ling2" else []),
+    ]
+    train(folder, tmp_path / "run", *overrides, host=host)
+    rows = read_metrics(tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 2]
+    assert max(row["rollout/logprob_diff"] for row in rows) <= 1e-4
+    before, after = (load_file(path / "model.safetensors") for path in (model, tmp_path / "run" / "export"))
+    assert before.keys() == after.keys()
+    biases = {name for name in before if name.endswith(("e_score_correction_bias", "expert_bias"))}
+    assert {name for name in before if torch.equal(before[name], after[name])} == biases
+
+
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

@@ -306,9 +306,7 @@ def _repeat_kv(num_kv_heads: int, tp: int, rank: int) -> tuple[int, int]:
     """Return the number of different shards of key-value heads on SGLang's ranks, and which of them `rank` has."""
     ranks_per_group = max(1, tp // num_kv_heads)
     if tp > num_kv_heads and tp % num_kv_heads:
-        raise IndivisibleError(
-            f"num_key_value_heads={num_kv_heads} cannot be repeated over {tp} tensor parallel ranks"
-        )
+        raise IndivisibleError(f"num_key_value_heads={num_kv_heads} cannot be repeated over {tp} tensor parallel ranks")
     return tp // ranks_per_group, rank // ranks_per_group
 
 

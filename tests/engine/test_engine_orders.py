@@ -69,6 +69,10 @@ def nightly(family: str, layout: EngineLayout) -> Any:
         (glm4_moe_with_mtp, EngineLayout(2, ep=2, draft=True)),
         (tiny_models.kimi_k2, EngineLayout(2, ep=2)),
         nightly("minimax_m2", EngineLayout(2, ep=2)),
+        nightly("glm4_moe_lite_mtp", EngineLayout(2, ep=2, draft=True)),
+        nightly("mixtral", EngineLayout(2)),
+        nightly("ernie4_5_moe", EngineLayout(2, ep=2)),
+        nightly("ling2", EngineLayout(2)),
     ],
     ids=[
         "qwen2-tp2",
@@ -80,6 +84,10 @@ def nightly(family: str, layout: EngineLayout) -> Any:
         "glm4_moe-tp2-ep2-draft",
         "kimi_k2-tp2-ep2",
         "minimax_m2-tp2-ep2",
+        "glm4_moe_lite-tp2-ep2-draft",
+        "mixtral-tp2",
+        "ernie4_5_moe-tp2-ep2",
+        "ling2-tp2",
     ],
 )
 def test_families_on_two_ranks(

@@ -40,6 +40,30 @@ GLM = (
     "{% else %}{{ '<|' + m.role + '|>\n' + m.content }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+# Like GLM-4.7's: without line breaks.
+GLM47 = (
+    "[gMASK]<sop>{% if tools %}<|system|>{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif %}"
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|assistant|></think>' + (m.content or '').strip() }}"
+    "{% for call in m.tool_calls or [] %}{{ '<tool_call>' + call.function.name }}"
+    "{% for key, value in call.function.arguments.items() %}"
+    "{{ '<arg_key>' + key + '</arg_key><arg_value>' }}{{ value if value is string else value | tojson }}"
+    "{{ '</arg_value>' }}{% endfor %}</tool_call>{% endfor %}"
+    "{% elif m.role == 'tool' %}{% if loop.previtem.role != 'tool' %}<|observation|>{% endif %}"
+    "{{ '<tool_response>' + m.content + '</tool_response>' }}"
+    "{% else %}{{ '<|' + m.role + '|>' + m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+# No head before an answer.
+MISTRAL = (
+    "<s>{% for tool in tools or [] %}{{ loop.first and '[AVAILABLE_TOOLS] ' or '' }}{{ tool | tojson }}"
+    "{{ loop.last and '[/AVAILABLE_TOOLS]' or '' }}{% endfor %}{% for m in messages %}"
+    "{% if m.role == 'tool' %}{{ '[TOOL_RESULTS] ' + m.content + '[/TOOL_RESULTS]' }}"
+    "{% elif m.role == 'assistant' %}{{ m.content or '' }}{% if m.tool_calls %}[TOOL_CALLS] ["
+    "{% for call in m.tool_calls %}"
+    "{{ '{\"name\": \"' + call.function.name + '\", \"arguments\": ' }}{{ call.function.arguments | tojson + '}' }}"
+    "{{ '' if loop.last else ', ' }}{% endfor %}]{% endif %}</s>"
+    "{% else %}{{ '[INST] ' + m.content + '[/INST]' }}{% endif %}{% endfor %}"
+)
 # Arguments are text, an answer is followed by no head of a turn, and a call in a message with content by an empty turn.
 DEEPSEEK = (
     "<｜begin▁of▁sentence｜>{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
@@ -208,5 +232,26 @@ PUBLISHED = {
         "</invoke>\n</minimax:tool_call>",
         observation="\n]~b]tool\n<response>3</response>[e~[\n]~b]ai\n",
         parser="minimax-m2",
+    ),
+    "glm47": ChatFormat(
+        GLM47,
+        ("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
+        after_call="<|observation|>",
+        after_answer="<|endoftext|>",
+        end_tokens=("<|endoftext|>", "<|user|>", "<|observation|>"),
+        call="</think><tool_call>calculator<arg_key>expression</arg_key><arg_value>1+2</arg_value></tool_call>",
+        observation="<tool_response>3</tool_response><|assistant|>",
+        parser="glm47",
+        eos=("<|endoftext|>", "<|user|>", "<|observation|>"),
+    ),
+    "mistral": ChatFormat(
+        MISTRAL,
+        ("</s>", "<s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
+        after_call="</s>",
+        after_answer="</s>",
+        end_tokens=("</s>",),
+        call=f'[TOOL_CALLS] [{{"name": "calculator", "arguments": {_JSON}}}]',
+        observation="[TOOL_RESULTS] 3[/TOOL_RESULTS]",
+        parser="mistral",
     ),
 }

@@ -105,7 +105,11 @@ class Attention(nn.Module):
 class GatedMLP(nn.Module):
     def __init__(self, hidden: int, width: int) -> None:
         super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj = linear(hidden, width), linear(hidden, width), linear(width, hidden)
+        self.gate_proj, self.up_proj, self.down_proj = (
+            linear(hidden, width),
+            linear(hidden, width),
+            linear(width, hidden),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))

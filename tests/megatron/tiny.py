@@ -230,7 +230,7 @@ def hf_config(hf: dict[str, Any]) -> Any:
 
 
 def set_latent_eps(model: Any) -> Any:
-    """Give the norms of latents the epsilon of config.json, as SGLang and Megatron do, instead of transformers' 1e-6."""
+    """Give the norms of latents the epsilon of config.json, as SGLang and Megatron do; transformers has 1e-6."""
     for name, module in model.named_modules():
         if name.endswith("_a_layernorm"):
             module.variance_epsilon = model.config.rms_norm_eps

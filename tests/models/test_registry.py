@@ -136,7 +136,11 @@ def test_table_lists_the_tensors_that_transformers_writes(name: str, tmp_path: P
     assert len(names) == len(written)
     assert {tensor.name: tensor.shape for tensor in names} == written
     if "experts" in str(written):
-        (gate,) = (name for name in written if name.endswith((".1.mlp.experts.3.gate_proj.weight", ".1.block_sparse_moe.experts.3.w1.weight")))
+        (gate,) = (
+            name
+            for name in written
+            if name.endswith((".1.mlp.experts.3.gate_proj.weight", ".1.block_sparse_moe.experts.3.w1.weight"))
+        )
         assert written[gate] == (8, 16)  # one tensor per expert, not stacked
     # The config that we write by hand in these tests means the same model.
     assert family_of(hf).params(hf, 2) == family_of(hf_of(name)).params(hf_of(name), 2)
