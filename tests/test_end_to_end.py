@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 from safetensors.torch import load_file
 from sentencepiece_tokenizer import put_pieces
@@ -229,8 +230,6 @@ def test_routing_replay_reduces_bf16_mismatch(
     """With 8 of 64 experts per token, two experts nearly tie in bf16 for almost every token. For five random models the
     mean mismatch was 3.1 to 5.0 times as large without replay, the 95th percentile 4.8 to 8.9 times."""
     monkeypatch.syspath_prepend(str(ROOT / "tests" / "rollout"))
-    import tiny_models
-
     model = tiny_models.qwen3_moe(num_experts=64, num_experts_per_tok=8, num_hidden_layers=4)
     overrides = [
         f"model.path={tiny_models.save(model, tmp_path / 'model')}",
@@ -320,8 +319,6 @@ def test_mtp_training_raises_draft_acceptance(
     """Equal rewards leave only the multi-token prediction layer to learn. Acceptance rises only if the weight sync
     updates the draft model of the two-rank engine from the second pipeline stage."""
     monkeypatch.syspath_prepend(str(ROOT / "tests" / "rollout"))
-    import tiny_models
-
     model = tiny_models.save(tiny_models.deepseek_v3(num_nextn_predict_layers=1), tmp_path / "model")
     overrides = [
         f"model.path={model}",
@@ -353,12 +350,10 @@ def test_mtp_training_raises_draft_acceptance(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("family", ["minimax_m2", "glm4_moe_lite", "mixtral", "ernie4_5_moe", "ling2"])
+@pytest.mark.parametrize("family", tiny_models.families_without_builder())
 def test_two_steps_of_an_moe_family(family: str, folder: Path, tmp_path: Path, host: str) -> None:
     """GRPO on two tensor and expert parallel ranks with replayed routing: engine and trainer compute the same policy
     before and after an update, and the export has every tensor, changed except for the routers' biases."""
-    import tiny_models
-
     model = tiny_models.save(tiny_models.of_family(family), tmp_path / "model")
     overrides = [
         f"model.path={model}",

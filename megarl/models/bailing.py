@@ -25,6 +25,9 @@ from megarl.models.layout_algebra import (
     QKVSharding,
 )
 
+config_json.DEFAULTS["bailingmoev2"] = {
+    key: value for key, value in config_json.SHARED.items() if key not in ("partial_rotary_factor", "rope_theta")
+}
 _FIELDS: dict[str, Any] = deepseek.FIELDS | {
     "num_experts": Experts,
     "num_shared_experts": Few,

@@ -55,7 +55,7 @@ ROPE: dict[str, Any] = {
 }
 """Keys of rope_parameters and rope_scaling. All others are rejected: SGLang reads some that change the output."""
 
-_SHARED: dict[str, Any] = {
+SHARED: dict[str, Any] = {
     "attention_bias": False,
     "attention_dropout": 0.0,
     "head_dim": None,  # hidden_size / num_attention_heads
@@ -66,38 +66,28 @@ _SHARED: dict[str, Any] = {
     "tie_word_embeddings": False,
     "use_sliding_window": False,
 }
-_EXPERTS: dict[str, Any] = _SHARED | {"n_group": 1, "topk_group": 1, "norm_topk_prob": True, "num_mtp_layers": 1}
+EXPERTS: dict[str, Any] = SHARED | {"n_group": 1, "topk_group": 1, "norm_topk_prob": True, "num_mtp_layers": 1}
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": _SHARED | {"mlp_bias": False, "num_key_value_heads": None},
-    "qwen2": _SHARED,
-    "qwen3": _SHARED | {"head_dim": 128},
-    "qwen3moe": _SHARED | {"decoder_sparse_step": 1, "mlp_only_layers": None, "norm_topk_prob": False},
-    "gemma2": {key: value for key, value in _SHARED.items() if key != "hidden_act"}
+    "llama": SHARED | {"mlp_bias": False, "num_key_value_heads": None},
+    "qwen2": SHARED,
+    "qwen3": SHARED | {"head_dim": 128},
+    "qwen3moe": SHARED | {"decoder_sparse_step": 1, "mlp_only_layers": None, "norm_topk_prob": False},
+    "gemma2": {key: value for key, value in SHARED.items() if key != "hidden_act"}
     | {"tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": None}
     | {"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096}
     | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-    "deepseekv2": _SHARED
+    "deepseekv2": SHARED
     | {"mlp_bias": False, "num_key_value_heads": None, "q_lora_rank": 1536, "n_shared_experts": 2}
     | {"first_k_dense_replace": 0, "routed_scaling_factor": 1.0, "norm_topk_prob": False}
     | {"topk_method": "greedy", "n_group": None, "topk_group": None},
-    "deepseekv3": _EXPERTS
+    "deepseekv3": EXPERTS
     | {"q_lora_rank": 1536, "n_shared_experts": 1, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5}
     | {"n_group": 8, "topk_group": 4, "rope_interleave": True},
-    "glm4moe": _EXPERTS
+    "glm4moe": EXPERTS
     | {"n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.0}
     | {"use_qk_norm": False, "partial_rotary_factor": 0.5},
-    "glm4moelite": _EXPERTS
-    | {"q_lora_rank": 768, "n_shared_experts": 1, "routed_scaling_factor": 1.8, "num_mtp_layers": 0}
-    | {"rope_interleave": True},
-    "ernie45moe": _SHARED
-    | {"rms_norm_eps": 1e-5, "num_key_value_heads": 4, "rope_theta": 500000.0, "tie_word_embeddings": True}
-    | {"moe_num_experts": 64, "moe_k": 6, "moe_num_shared_experts": 2, "moe_norm_min": 1e-12, "use_bias": False}
-    | {"moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1},
-    "bailingmoev2": {key: _SHARED[key] for key in _SHARED.keys() - {"partial_rotary_factor", "rope_theta"}},
-    "mixtral": _SHARED | {"num_key_value_heads": 8, "rope_theta": 1000000.0, "router_jitter_noise": 0.0},
-    "minimaxm2": _SHARED | {"head_dim": 128, "rope_theta": 5000000.0, "router_jitter_noise": 0.0},
 }
-"""Defaults of absent keys by model, from its configuration class in transformers.
+"""Defaults of absent keys by model, from its configuration class in transformers. Tables in other files add theirs.
 
 None means null, or computed from other keys. Sizes that every published config.json has are required and have no
 default.
@@ -291,4 +281,4 @@ def _defaults(hf: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the defaults of the model in config.json, or the shared ones if `DEFAULTS` does not have it."""
     architecture = next(iter(hf.get("architectures") or ()), None)
     model = str(hf.get("model_type")) if architecture is None else str(architecture).partition("For")[0]
-    return DEFAULTS.get(model.replace("_", "").lower(), _SHARED)
+    return DEFAULTS.get(model.replace("_", "").lower(), SHARED)

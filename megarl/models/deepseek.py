@@ -19,6 +19,13 @@ from megarl.models.config_json import Experts, Few, Size, need, read, rope_optio
 from megarl.models.family import Extras, Family
 from megarl.models.layout_algebra import Dim0Sharding, Dim1Sharding, HFConfig, HFTensor, Param, Replicated
 
+config_json.DEFAULTS["glm4moelite"] = config_json.EXPERTS | {
+    "q_lora_rank": 768,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 1.8,
+    "num_mtp_layers": 0,
+    "rope_interleave": True,
+}
 FIELDS: dict[str, Any] = {
     **dict.fromkeys(("n_routed_experts", "num_experts_per_tok", "n_group", "topk_group"), Experts),
     **dict.fromkeys(("n_shared_experts", "first_k_dense_replace", "num_nextn_predict_layers", "num_mtp_layers"), Few),

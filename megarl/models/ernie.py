@@ -12,6 +12,15 @@ from megarl.models.config_json import Experts, Few, Size, need
 from megarl.models.family import Extras, Family
 from megarl.models.layout_algebra import HFConfig, HFTensor, Param
 
+config_json.DEFAULTS["ernie45moe"] = config_json.SHARED | {
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "use_bias": False,
+    "moe_num_shared_experts": 2,
+    "moe_norm_min": 1e-12,
+    "moe_layer_start_index": 1,
+    "moe_layer_interval": 1,
+}
 _FIELDS: dict[str, Any] = {
     **dict.fromkeys(("moe_num_experts", "num_experts", "moe_k", "num_experts_per_tok"), Experts),
     **dict.fromkeys(("moe_num_shared_experts", "moe_layer_start_index"), Few),
@@ -53,7 +62,7 @@ def _check(hf: HFConfig) -> None:
 
 def _moe_layers(hf: HFConfig) -> list[int]:
     """Return 1 for each layer with experts, and 0 for each dense layer."""
-    layers, last = need(hf, "num_hidden_layers"), need(hf, "moe_layer_end_index")
+    layers, last = need(hf, "num_hidden_layers"), hf.get("moe_layer_end_index", -1)
     last = layers - 1 if last == -1 else last
     return [int(need(hf, "moe_layer_start_index") <= layer <= last) for layer in range(layers)]
 

@@ -15,6 +15,8 @@ from megarl.models.deepseek import SIGMOID_ROUTING
 from megarl.models.family import Extras, Family
 from megarl.models.layout_algebra import HFConfig, HFTensor, Param
 
+config_json.DEFAULTS["mixtral"] = config_json.SHARED | {"rope_theta": 1000000.0, "router_jitter_noise": 0.0}
+config_json.DEFAULTS["minimaxm2"] = config_json.DEFAULTS["mixtral"] | {"head_dim": 128, "rope_theta": 5000000.0}
 _MLP, _PROJECTIONS = "block_sparse_moe", ("w1", "w3", "w2")
 _FIELDS: dict[str, Any] = dict.fromkeys(("num_local_experts", "num_experts", "num_experts_per_tok"), Experts)
 

@@ -190,7 +190,9 @@ def mtp_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     config, number, width = model.config, model.config.num_hidden_layers, model.config.hidden_size
     assert config.num_nextn_predict_layers == 1
     seed = int(model.lm_head.weight.detach().abs().sum())  # the layer depends on the model
-    with_mtp = type(model)(type(config)(**(config.to_dict() | {"num_hidden_layers": number + 1})))
+    deeper: dict[str, Any] = {"num_hidden_layers": number + 1, "mlp_layer_types": None}
+    values = {key: value for key, value in config.to_dict().items() if key not in deeper}
+    with_mtp = type(model)(type(config)(**values, **deeper))
     with TemporaryDirectory() as folder:  # saving names the experts
         randomize(with_mtp, seed).save_pretrained(folder)
         layer = load_file(Path(folder, "model.safetensors"))
@@ -261,6 +263,13 @@ def glm4_moe(seed: int = 0, **changes: Any) -> PreTrainedModel:
         "num_nextn_predict_layers": 0,
     }
     return randomize(Glm4MoeForCausalLM(Glm4MoeConfig(**(settings | changes))), seed)
+
+
+def families_without_builder() -> list[str]:
+    """Return the families that only `of_family` builds."""
+    import tiny
+
+    return [name for name in tiny.family_names() if name not in globals()]
 
 
 def of_family(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:

@@ -215,6 +215,14 @@ def hf_model(family: str) -> Any:
     return model
 
 
+def family_names() -> list[str]:
+    """Return one of the names in `HF` for each architecture, the first."""
+    first: dict[str, str] = {}
+    for name, hf in HF.items():
+        first.setdefault(hf["architectures"][0], name)
+    return list(first.values())
+
+
 def hf_class(hf: dict[str, Any], kind: str = "ForCausalLM") -> Any:
     """Return transformers' class of a model or, with kind "Config", of its configuration; for Ling 2 the tests' own."""
     import ling

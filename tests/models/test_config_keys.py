@@ -27,18 +27,8 @@ import tiny  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
-FAMILY_NAMES = (
-    "qwen2",
-    "qwen3",
-    "llama",
-    "gemma2",
-    "qwen3_moe",
-    "glm4_moe",
-    "deepseek_v2",
-    "deepseek_v3",
-    "minimax_m2",
-)
-FAMILY_NAMES += ("glm4_moe_lite", "mixtral", "ernie4_5_moe")
+WITHOUT_CLASS = {"ling2"}  # in transformers; see `tests/models/test_ling.py`
+FAMILY_NAMES = tuple(name for name in tiny.family_names() if name not in WITHOUT_CLASS)
 ALIASES = {"num_mtp_layers": "num_nextn_predict_layers", "num_experts": "num_local_experts"}
 """Class fields and the names that transformers writes them under."""
 
@@ -77,12 +67,10 @@ SOURCES = {
     "glm4_moe": ("glm4_moe", "glm4_moe_nextn"),
     "deepseek_v2": ("deepseek_v2",),
     "deepseek_v3": ("deepseek_v2", "deepseek_nextn"),
-    "minimax_m2": ("minimax_m2",),
     "glm4_moe_lite": ("glm4_moe_lite", "glm4_moe_lite_nextn"),
-    "mixtral": ("mixtral",),
     "ernie4_5_moe": ("ernie4",),
 }
-"""SGLang's files for each family, in srt/models."""
+"""SGLang's files for each family, in srt/models, if not only the one of its name."""
 
 
 def config_class(name: str) -> type:
@@ -165,8 +153,9 @@ def changed_values(value: Any) -> list[Any]:
 
 
 def test_covers_all_families() -> None:
-    without_class = {"BailingMoeV2ForCausalLM"}  # in transformers; see `tests/models/test_ling.py`
-    assert {architecture(name) for name in FAMILY_NAMES} == FAMILIES.keys() - without_class
+    assert {architecture(name) for name in FAMILY_NAMES} == FAMILIES.keys() - {
+        architecture(name) for name in WITHOUT_CLASS
+    }
     assert {name.replace("_", "") for name in FAMILY_NAMES} == DEFAULTS.keys() - {"bailingmoev2"}
 
 
@@ -175,9 +164,10 @@ def test_defaults_match_transformers(name: str) -> None:
     default_config = config_class(name)()
     for key, value in DEFAULTS[name.replace("_", "")].items():
         if key in class_fields(name) | {"num_mtp_layers"} and value is not None:
-            assert getattr(default_config, key) == value, key
+            assert getattr(default_config, key, 0) == value, key
         elif value is not None:  # a key of all models; the class has no field for it
             defaults = {"attention_bias": False, "use_sliding_window": False, "hidden_act": "silu"}
+            defaults |= {"attention_dropout": 0.0}
             defaults |= {"partial_rotary_factor": default_config.rope_parameters.get("partial_rotary_factor", 1.0)}
             assert value == (defaults | {"rope_theta": default_config.rope_parameters["rope_theta"]})[key]
 
@@ -228,7 +218,7 @@ def test_refuses_keys_that_only_model_code_reads(name: str) -> None:
     spec = importlib.util.find_spec("sglang")
     assert spec is not None and spec.submodule_search_locations
     sglang = Path(spec.submodule_search_locations[0], "srt")
-    files = [sglang / f"models/{file}.py" for file in SOURCES[name]]
+    files = [sglang / f"models/{file}.py" for file in SOURCES.get(name, (name,))]
     files += [root / f"models/{name}/modeling_{name}.py", sglang / "layers/logits_processor.py"]
     hf = full_config(name)
     unknown = []
