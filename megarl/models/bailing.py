@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from megarl.config import ConfigError
 from megarl.models import blocks, config_json, deepseek
 from megarl.models.blocks import HEADS, norm, weight
 from megarl.models.config_json import Experts, Few, Heads, Size, need, rope_options
@@ -65,7 +66,10 @@ def _check(hf: HFConfig) -> None:
     config_json.require(hf, "moe_shared_expert_intermediate_size", None, (need(hf, "moe_intermediate_size"),))
     config_json.require(hf, "router_dtype", None, ("fp32",))
     need(hf, "first_k_dense_replace")
-    deepseek.check_sigmoid_routing(_in_deepseek_terms(hf))
+    try:
+        deepseek.check_sigmoid_routing(_in_deepseek_terms(hf))
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("n_routed_experts", "num_experts")) from None
 
 
 def _config(hf: HFConfig) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from megarl.config import ConfigError
 from megarl.config.strict import PositiveFloat
 from megarl.models import blocks, config_json
 from megarl.models.blocks import HEADS, norm, weight
-from megarl.models.config_json import Experts, Few, Size, need, read, rope_options
+from megarl.models.config_json import Experts, Few, Heads, Size, need, read, rope_options
 from megarl.models.family import Extras, Family
 from megarl.models.layout_algebra import Dim0Sharding, Dim1Sharding, HFConfig, HFTensor, Param, Replicated
 
@@ -286,7 +286,7 @@ def _check_glm4_moe_lite(hf: HFConfig) -> None:
 
     SGLang and Megatron apply it to the latents' norms too, for which transformers has 1e-6.
     """
-    _check(hf, FIELDS | LATENT | {"mlp_layer_types": list[str] | None})
+    _check(hf, FIELDS | LATENT | {"mlp_layer_types": list[str] | None, "num_key_value_heads": Heads})
     config_json.require(hf, "rope_interleave", True)
     config_json.require(hf, "topk_method", "noaux_tc")
     config_json.require(hf, "moe_layer_freq", 1)  # set by SGLang, and not read by transformers

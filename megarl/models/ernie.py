@@ -56,6 +56,8 @@ def _check(hf: HFConfig) -> None:
     if _get(hf, "moe_k") == 1:
         # The single expert's weight would always be 1, so the router could not learn.
         raise ConfigError("config.json: moe_k=1 with normalised weights of experts is not implemented")
+    if (last := hf.get("moe_layer_end_index", -1)) >= (layers := need(hf, "num_hidden_layers")):
+        raise ConfigError(f"config.json: moe_layer_end_index={last} of {layers} layers, which are numbered from 0")
     if not any(_moe_layers(hf)):
         raise ConfigError("config.json: moe_layer_start_index and moe_layer_end_index leave no layer with experts")
 

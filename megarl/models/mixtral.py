@@ -18,7 +18,10 @@ from megarl.models.layout_algebra import HFConfig, HFTensor, Param
 config_json.DEFAULTS["mixtral"] = config_json.SHARED | {"rope_theta": 1000000.0, "router_jitter_noise": 0.0}
 config_json.DEFAULTS["minimaxm2"] = config_json.DEFAULTS["mixtral"] | {"head_dim": 128, "rope_theta": 5000000.0}
 _MLP, _PROJECTIONS = "block_sparse_moe", ("w1", "w3", "w2")
-_FIELDS: dict[str, Any] = dict.fromkeys(("num_local_experts", "num_experts", "num_experts_per_tok"), Experts)
+_FIELDS: dict[str, Any] = {
+    **dict.fromkeys(("num_local_experts", "num_experts", "num_experts_per_tok"), Experts),
+    "num_key_value_heads": Heads,
+}
 
 
 def _check_experts(hf: HFConfig) -> None:
@@ -87,7 +90,6 @@ MIXTRAL = Family(
 # MiniMax-M2: norms of q and k over all heads together, rotation of a part of each head, and sigmoid routing.
 
 _MINIMAX_M2_FIELDS: dict[str, Any] = _FIELDS | {
-    "num_key_value_heads": Heads,
     "head_dim": Size,
     "rotary_dim": Size,
     "num_mtp_modules": Few,
@@ -97,13 +99,15 @@ _MINIMAX_M2_FIELDS: dict[str, Any] = _FIELDS | {
 
 def _with_rotary_share(hf: HFConfig) -> HFConfig:
     """Return config.json with `partial_rotary_factor`, which transformers derives from `rotary_dim`."""
-    share = need(hf, "rotary_dim") / need(hf, "head_dim") if "rotary_dim" in hf else 1.0
-    return {"partial_rotary_factor": share, **hf}
+    sizes = hf.get("rotary_dim"), hf.get("head_dim", config_json.DEFAULTS["minimaxm2"]["head_dim"])
+    if all(isinstance(size, int) and size > 0 for size in sizes):  # `require_types` refuses others
+        return {"partial_rotary_factor": sizes[0] / sizes[1], **hf}
+    return hf
 
 
 def _check_minimax_m2(hf: HFConfig) -> None:
-    config_json.require_types(hf, _MINIMAX_M2_FIELDS)
     complete = _with_rotary_share(hf)
+    config_json.require_types(complete, _MINIMAX_M2_FIELDS)
     config_json.require_common(complete, partial_rotary=True)
     _check_experts(complete)
     # SGLang reads these without transformers' defaults: without them it has other norms and routing.
