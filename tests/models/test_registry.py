@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 
 from megarl.config import ConfigError
+from megarl.models.fp8 import is_fp8, is_quantised
 from megarl.models.registry import FAMILIES, family_of, load_hf_config, param_count
 
 pytestmark = pytest.mark.alone
@@ -497,3 +498,15 @@ def test_load_hf_config_reads_folder_or_file(tmp_path: Path) -> None:
         load_hf_config(file)
     file.write_text(json.dumps(SMALL))
     assert load_hf_config(file) == load_hf_config(tmp_path) == SMALL
+
+
+def test_reads_the_quantization_of_minimax_m2() -> None:
+    """As published: E4M3 under PyTorch's name, and the router and the head in their own dtypes."""
+    excluded = ["gate", "e_score_correction_bias", "lm_head"]
+    hf = tiny.HF["minimax_m2"] | {
+        "quantization_config": FP8 | {"fmt": "float8_e4m3fn", "modules_to_not_convert": excluded}
+    }
+    assert is_fp8(hf)
+    quantised = {param.hf[0].name for param in family_of(hf).params(hf, 1) if is_quantised(param)}
+    assert "model.layers.0.block_sparse_moe.experts.1.w2.weight" in quantised
+    assert not any(name.endswith(("gate.weight", "norm.weight", "_bias", "lm_head.weight")) for name in quantised)
