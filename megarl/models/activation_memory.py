@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 RECOMPUTED_TENSORS = {
+    "gdn_norm_out": (),
     "core_attn": (),  # flash attention saves no tensors of its own
     "layernorm": ("norm outputs",),
     "mla_up_proj": ("qkv",),
@@ -104,9 +105,20 @@ def _layer_tensors(settings: Mapping[str, Any], layer: int, etp: int) -> dict[st
         latents = int(settings.get("q_lora_rank") or 0) + int(settings["kv_lora_rank"]) + rope
         tensors["latents"] = 2 * latents  # and the outputs of their norms
         tensors["qkv"], tensors["attention"] = heads * (2 * (nope + rope) + value), heads * value
+    elif (settings.get("linear_attention_freq") or {layer: 0})[layer]:
+        keys, values = (int(settings[f"linear_{kind}_head_dim"]) for kind in ("key", "value"))
+        key_heads, value_heads = (int(settings[f"linear_num_{kind}_heads"]) for kind in ("key", "value"))
+        convolved = 2 * key_heads * keys + value_heads * values
+        # The projection, with gates; the convolution's output; queries and keys, normalized, for each value head; and
+        # of chunks of 64 tokens the inverted system.
+        tensors["qkv"] = 2 * convolved + value_heads * (values + 2) + value_heads * (2 * keys + 64)
+        tensors["attention"] = 2 * value_heads * values  # before and after its norm
     else:
         head = int(settings["kv_channels"] or hidden // heads)
-        tensors["qkv"], tensors["attention"] = (heads + 2 * int(settings["num_query_groups"])) * head, heads * head
+        groups = int(settings["num_query_groups"])
+        tensors["qkv"], tensors["attention"] = (heads + 2 * groups) * head, heads * head
+        if settings.get("attention_output_gate"):
+            tensors["qkv"], tensors["attention"] = tensors["qkv"] + heads * head, 2 * heads * head
     if is_moe(settings, layer):
         width, topk = int(settings["moe_ffn_hidden_size"]), int(settings["moe_router_topk"])
         tensors["dispatched"] = topk * 2 * hidden * etp  # input and output of each chosen expert
@@ -143,12 +155,14 @@ def micro_batch_bytes(
     last: bool = True,
     mtp: int = 0,
     replays: bool = False,
+    replays_indices: bool = False,
 ) -> int:
     """Return an upper bound on the device bytes of a micro-batch's inputs, as `megatron/micro_batch.py` moves them.
 
     tokens: of the micro-batch on this rank, after context parallelism.
     mtp: number of multi-token prediction layers.
     replays: whether expert choices are replayed, those of the tokens that sequence parallelism assigns to this rank.
+    replays_indices: whether sparse attention indices are replayed.
     """
     total = 16 * tokens if first or (last and mtp) else 0  # tokens and positions, 8 bytes each
     if last:  # target tokens, and for the tokens of all cp ranks 3 indices, the mask, and at most 9 fp32 columns
@@ -156,6 +170,10 @@ def micro_batch_bytes(
     if replays:  # 2 bytes per choice
         experts = sum(is_moe(settings, layer) for layer in layers) * int(settings.get("moe_router_topk") or 0)
         total += -(-2 * experts * tokens // tp)
+    if replays_indices:  # 4 bytes per key, for the layers with an indexer
+        freq, offset = settings.get("dsa_indexer_topk_freq") or 1, settings.get("dsa_indexer_skip_topk_offset") or 1
+        indexers = sum(max(layer + 1 - offset, 0) % freq == 0 for layer in layers)
+        total += 4 * indexers * int(settings["dsa_indexer_topk"]) * tokens
     return total
 
 
@@ -168,6 +186,7 @@ def training_bytes(
     size: int,
     mtp: int = 0,
     replays: bool = False,
+    replays_indices: bool = False,
 ) -> tuple[int, float]:
     """Return the bytes of activations and of micro-batch inputs on a rank of a stage, for all micro-batches in flight.
 
@@ -183,7 +202,8 @@ def training_bytes(
         elements, parts[-1] = 0, [*parts[-1], *mtp_layers]
     in_flight = micro_batches_in_flight(parallel.pp, stage, parallel.vpp)
     elements += activation_elements(settings, parts, parallel.tp, tokens, in_flight, parallel.etp)
-    inputs = micro_batch_bytes(settings, layers, tokens, parallel.tp, parallel.cp, stage == 0, is_last, mtp, replays)
+    sizes = tokens, parallel.tp, parallel.cp
+    inputs = micro_batch_bytes(settings, layers, *sizes, stage == 0, is_last, mtp, replays, replays_indices)
     return elements * size, inputs * in_flight
 
 

@@ -14,7 +14,7 @@ from megarl.config import ConfigError
 from megarl.models import blocks, config_json, deepseek
 from megarl.models.blocks import HEADS, norm, weight
 from megarl.models.config_json import Experts, Few, Heads, Size, need, rope_options
-from megarl.models.family import Family
+from megarl.models.family import Extras, Family
 from megarl.models.layout_algebra import (
     Dim1Sharding,
     EngineQKVSharding,
@@ -47,7 +47,6 @@ def _check(hf: HFConfig) -> None:
     config_json.require_types(hf, _FIELDS)
     config_json.require_common(hf, partial_rotary=True)
     blocks.require_heads(hf)
-    config_json.require_default_rope(hf)
     config_json.require_present(hf, "partial_rotary_factor", rope_options(hf)["partial_rotary_factor"])
     for key, value in {"use_qk_norm": True, "use_bias": False, "use_qkv_bias": False}.items():
         config_json.require_present(hf, key, value)
@@ -117,6 +116,7 @@ LING2 = Family(
     _layer,
     lambda hf: int(need(hf, "num_experts")),
     tool_call_parser="qwen25",
+    extras=lambda hf: Extras(rotary=blocks.rotary(hf)),
     untrained_prefixes=_mtp_prefixes,
     embedding_name="model.word_embeddings",
 )

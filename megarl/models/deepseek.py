@@ -18,6 +18,7 @@ from megarl.models.blocks import HEADS, norm, weight
 from megarl.models.config_json import Experts, Few, Heads, Size, need, read, rope_options
 from megarl.models.family import Extras, Family
 from megarl.models.layout_algebra import Dim0Sharding, Dim1Sharding, HFConfig, HFTensor, Param, Replicated
+from megarl.models.rotary import yarn_scale
 
 config_json.DEFAULTS["glm4moelite"] = config_json.EXPERTS | {
     "q_lora_rank": 768,
@@ -57,7 +58,8 @@ def _group_counts(hf: HFConfig) -> tuple[int, int]:
     return (1, 1) if read(hf, "n_group") is None else (need(hf, "n_group"), need(hf, "topk_group"))
 
 
-def _config(hf: HFConfig, check: Callable[[HFConfig], None], routing: dict[str, Any]) -> dict[str, Any]:
+def latent_config(hf: HFConfig, check: Callable[[HFConfig], None], routing: dict[str, Any]) -> dict[str, Any]:
+    """Return Megatron's fields for latent attention with the given routing."""
     check(hf)
     return {
         **blocks.common_config(hf),
@@ -95,20 +97,29 @@ def experts_config(hf: HFConfig) -> dict[str, Any]:
     )
 
 
-def _layer_v3(hf: HFConfig, layer: int, experts: Iterable[int]) -> list[Param]:
-    rows = partial(_decoder_layer, experts=experts, bias=True)
+def v3_layer(
+    hf: HFConfig, layer: int, experts: Iterable[int], attention: Callable[[HFConfig, int], list[Param]] | None = None
+) -> list[Param]:
+    """Return the table of a layer with a balancing bias. attention: `latent_attention` by default."""
+    rows = partial(_decoder_layer, experts=experts, bias=True, attention=attention)
     return rows(hf, layer) if layer < need(hf, "num_hidden_layers") else mtp_layer(hf, layer, rows)
 
 
 def _layer_glm4_moe_lite(hf: HFConfig, layer: int, experts: Iterable[int]) -> list[Param]:
-    return blocks.with_fp32_router(_layer_v3(hf, layer, experts))
+    return blocks.with_fp32_router(v3_layer(hf, layer, experts))
 
 
-def _decoder_layer(hf: HFConfig, layer: int, experts: Iterable[int], bias: bool = False) -> list[Param]:
+def _decoder_layer(
+    hf: HFConfig,
+    layer: int,
+    experts: Iterable[int],
+    bias: bool = False,
+    attention: Callable[[HFConfig, int], list[Param]] | None = None,
+) -> list[Param]:
     megatron, hf_layer, hidden = f"decoder.layers.{layer}", f"model.layers.{layer}", need(hf, "hidden_size")
     return [
         norm(f"{megatron}.input_layernorm", f"{hf_layer}.input_layernorm", hidden),
-        *_attention(hf, layer),
+        *(attention or latent_attention)(hf, layer),
         norm(f"{megatron}.pre_mlp_layernorm", f"{hf_layer}.post_attention_layernorm", hidden),
         *mlp(hf, layer, experts, bias),
     ]
@@ -171,7 +182,8 @@ def untrained_prefixes(hf: HFConfig) -> tuple[str, ...]:
     return tuple(f"model.layers.{first + k}." for k in range(num_mtp_layers(hf)))
 
 
-def _attention(hf: HFConfig, layer: int) -> list[Param]:
+def latent_attention(hf: HFConfig, layer: int) -> list[Param]:
+    """Return multi-head latent attention without the layer's norms."""
     megatron, hf_prefix = f"decoder.layers.{layer}.self_attention", f"model.layers.{layer}.self_attn"
     hidden, heads, latent = need(hf, "hidden_size"), need(hf, HEADS), need(hf, "kv_lora_rank")
     nope, rope, value = need(hf, "qk_nope_head_dim"), need(hf, "qk_rope_head_dim"), need(hf, "v_head_dim")
@@ -208,35 +220,43 @@ def _rope(hf: HFConfig) -> dict[str, Any]:
     if options["rope_type"] == "default":  # a factor of 1 keeps Megatron from scaling the softmax
         return dict(rope_type="rope", rotary_base=theta, rotary_scaling_factor=1.0, mscale=1.0, mscale_all_dim=0.0)
     if options["rope_type"] != "yarn":
-        rope_type = options["rope_type"]
-        raise ConfigError(f"config.json: rope_type={rope_type!r} is not implemented (implemented: default, yarn)")
-    config_json.require(options, "attention_factor", None)
-    config_json.require(options, "truncate", True)
-    mscale, all_dim = options.get("mscale"), options.get("mscale_all_dim")
-    if bool(mscale) != bool(all_dim):
-        if all_dim:
-            raise ConfigError(
-                "config.json: rope mscale_all_dim without mscale is not implemented; give both or neither"
-            )
-        mscale = None  # HF ignores mscale alone
+        raise ConfigError(
+            f"config.json: rope_type={options['rope_type']!r} is not implemented (implemented: default, yarn): SGLang "
+            "would compute yarn"
+        )
+    if not options.get("truncate", True):
+        raise ConfigError(
+            "config.json: rope_type yarn with truncate=false is not implemented: SGLang's latent attention truncates; "
+            "remove it"
+        )
+    factor = float(need(options, "factor"))
+    yarn_scale(options, mla=True)  # raises where transformers and SGLang differ
     return dict(
         rope_type="yarn",
         rotary_base=theta,
-        rotary_scaling_factor=float(need(options, "factor")),
+        rotary_scaling_factor=factor,
         original_max_position_embeddings=int(need(options, "original_max_position_embeddings")),
-        beta_fast=float(options.get("beta_fast") or 32),
-        beta_slow=float(options.get("beta_slow") or 1),
-        mscale=float(mscale or 1.0),
-        mscale_all_dim=float(all_dim or 0.0),
+        beta_fast=float(options.get("beta_fast", 32)),
+        beta_slow=float(options.get("beta_slow", 1)),
+        mscale=float(options.get("mscale", 1.0)),
+        mscale_all_dim=float(options.get("mscale_all_dim", 0.0)),
     )
 
 
 def _check(hf: HFConfig, fields: dict[str, Any]) -> None:
+    check_attention(hf, fields)
+    # SGLang applies it to the latents' norms, for which transformers has 1e-6
+    config_json.require(hf, "rms_norm_eps", 1e-6)
+
+
+def check_attention(hf: HFConfig, fields: dict[str, Any]) -> None:
+    """Raise ConfigError for wrong types, and for options of latent attention that are not implemented."""
     config_json.require_types(hf, fields)
     config_json.require_common(hf)
     if need(hf, "qk_rope_head_dim") % 2:
         raise ConfigError(f"config.json: rotary embeddings turn pairs, not qk_rope_head_dim={hf['qk_rope_head_dim']}")
     config_json.require(hf, "attention_bias", False)
+    config_json.require_present(hf, "moe_layer_freq", 1)
     read(hf, "num_key_value_heads")
     config_json.require(hf, "num_key_value_heads", need(hf, HEADS), (None,))
     # transformers also writes and reads two redundant head sizes.
@@ -247,15 +267,8 @@ def _check(hf: HFConfig, fields: dict[str, Any]) -> None:
     _rope(hf)
 
 
-def _check_deepseek(hf: HFConfig, fields: dict[str, Any]) -> None:
-    _check(hf, fields)
-    config_json.require_present(hf, "moe_layer_freq", 1)
-    # SGLang applies it to the latents' norms, for which transformers has 1e-6
-    config_json.require(hf, "rms_norm_eps", 1e-6)
-
-
 def _check_v2(hf: HFConfig) -> None:
-    _check_deepseek(hf, FIELDS | LATENT | {"n_group": Experts | None, "topk_group": Experts | None})
+    _check(hf, FIELDS | LATENT | {"n_group": Experts | None, "topk_group": Experts | None})
     config_json.require(hf, "mlp_bias", False)
     config_json.require(hf, "rope_interleave", True)
     config_json.require_same(hf, "n_routed_experts", "num_experts")
@@ -274,7 +287,7 @@ def _check_v2(hf: HFConfig) -> None:
 
 
 def _check_v3(hf: HFConfig) -> None:
-    _check_deepseek(hf, FIELDS | LATENT)
+    _check(hf, FIELDS | LATENT)
     config_json.require(hf, "rope_interleave", True)
     config_json.require_present(hf, "scoring_func", "sigmoid")
     config_json.require_present(hf, "topk_method", "noaux_tc")
@@ -286,10 +299,10 @@ def _check_glm4_moe_lite(hf: HFConfig) -> None:
 
     SGLang and Megatron apply it to the latents' norms too, for which transformers has 1e-6.
     """
-    _check(hf, FIELDS | LATENT | {"mlp_layer_types": list[str] | None, "num_key_value_heads": Heads})
+    fields = FIELDS | LATENT | {"mlp_layer_types": list[str] | None, "num_key_value_heads": Heads}
+    check_attention({"moe_layer_freq": 1, **hf}, fields)  # SGLang sets this key itself
     config_json.require(hf, "rope_interleave", True)
     config_json.require(hf, "topk_method", "noaux_tc")
-    config_json.require(hf, "moe_layer_freq", 1)  # set by SGLang, and not read by transformers
     config_json.require(hf, "num_mtp_layers", 0)  # num_nextn_predict_layers is read
     check_sigmoid_routing(hf)
     # SGLang reads the first key, transformers the second.
@@ -346,7 +359,7 @@ V2 = Family(
     "DeepseekV2ForCausalLM",
     "deepseek_v2",
     _check_v2,
-    partial(_config, check=_check_v2, routing=SOFTMAX_ROUTING),
+    partial(latent_config, check=_check_v2, routing=SOFTMAX_ROUTING),
     blocks.gpt_kwargs,
     _decoder_layer,
     num_experts,
@@ -357,9 +370,9 @@ V3 = Family(
     "DeepseekV3ForCausalLM",
     "deepseek_v3",
     _check_v3,
-    partial(_config, check=_check_v3, routing=SIGMOID_ROUTING),
+    partial(latent_config, check=_check_v3, routing=SIGMOID_ROUTING),
     blocks.gpt_kwargs,
-    _layer_v3,
+    v3_layer,
     num_experts,
     tool_call_parser="deepseekv3",
     parsers_by_type={"kimi_k2": "kimi_k2"},
@@ -370,7 +383,7 @@ GLM4_MOE_LITE = Family(
     "Glm4MoeLiteForCausalLM",
     "glm4_moe_lite",
     _check_glm4_moe_lite,
-    partial(_config, check=_check_glm4_moe_lite, routing=SIGMOID_ROUTING),
+    partial(latent_config, check=_check_glm4_moe_lite, routing=SIGMOID_ROUTING),
     blocks.gpt_kwargs,
     _layer_glm4_moe_lite,
     num_experts,

@@ -43,7 +43,6 @@ def _check(hf: HFConfig) -> None:
     config_json.require_types(hf, _FIELDS)
     config_json.require_common(hf, neox_rope=False)
     blocks.require_heads(hf)
-    config_json.require_default_rope(hf)
     for key, other in _NAMES.items():
         config_json.require_same(hf, key, other)
     config_json.require_experts({**hf, "num_experts_per_tok": _get(hf, "moe_k")}, _num_experts(hf))
@@ -111,6 +110,6 @@ ERNIE4_5_MOE = Family(
     _layer,
     _num_experts,
     tool_call_parser="qwen25",
-    extras=lambda hf: Extras(has_softmax_bias=True),
+    extras=lambda hf: Extras(has_softmax_bias=True, rotary=blocks.rotary(hf)),
     untrained_prefixes=lambda hf: ("model.mtp_",),  # of multi-token prediction
 )

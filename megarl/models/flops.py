@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.config import LoraConfig
+from megarl.models.deepseek_sparse import indexer_types, is_indexer
 from megarl.models.family import HFConfig
 from megarl.models.lora_tables import adapted_weights
 from megarl.models.registry import family_of, param_count, part_of
@@ -40,7 +41,11 @@ def quadratic_cost(hf: HFConfig) -> float:
     pairs of its longest sequences.
     """
     settings = family_of(hf).megatron_config(hf)
-    pairs = settings["num_layers"] * settings["num_attention_heads"] * attention_width(settings)
+    if settings.get("dsa_indexer_topk"):  # attention to index_topk keys costs n; the scores of all keys cost n^2
+        index_size = settings["dsa_indexer_n_heads"] * (settings["dsa_indexer_head_dim"] + 1)
+        return float(indexer_types(hf).count("full") * index_size / (2 * active_params(hf)))
+    layers = settings["num_layers"] - sum(settings.get("linear_attention_freq") or ())
+    pairs = layers * settings["num_attention_heads"] * attention_width(settings)
     return float(pairs / (2 * active_params(hf)))
 
 
@@ -49,6 +54,21 @@ def attention_width(settings: Mapping[str, Any]) -> int:
     if settings.get("multi_latent_attention"):
         return int(settings["qk_head_dim"] + settings["qk_pos_emb_head_dim"] + settings["v_head_dim"])
     return 2 * int(settings["kv_channels"])
+
+
+def delta_net_flops(settings: Mapping[str, Any]) -> float:
+    """Return the operations of gated delta nets per token without their projections, in a forward pass.
+
+    A state of each value head is read for the value to write and for the output, and changed by an outer product. This
+    is the recurrence; kernels compute chunks of tokens with more operations.
+    """
+    layers = sum(settings.get("linear_attention_freq") or ())
+    if not layers:
+        return 0.0
+    keys, values = (int(settings[f"linear_{kind}_head_dim"]) for kind in ("key", "value"))
+    key_heads, value_heads = (int(settings[f"linear_num_{kind}_heads"]) for kind in ("key", "value"))
+    convolved = int(settings["linear_conv_kernel_dim"]) * (2 * key_heads * keys + value_heads * values)
+    return 2.0 * layers * (3 * value_heads * keys * values + convolved)
 
 
 PEAK_FLOPS: dict[str, float] = {
@@ -105,10 +125,13 @@ class Flops:
     attention_per_pair: float  # of tokens, over all layers without a window
     windowed_per_pair: float = 0.0  # over all layers with a window
     window: int = 0  # number of keys that a query sees in these layers, including its own
+    indexed_per_pair: float = 0.0  # of all pairs, for the scores from which sparse attention chooses; no backward pass
 
     def forward(self, lengths: Iterable[int], logits: int | None = None) -> float:
         """Return the operations of a forward pass. logits: the number of tokens with logits; all by default."""
+        lengths = tuple(lengths)
         tokens, attention = self._count_tokens(lengths)
+        attention += sum(self.indexed_per_pair * (length * (length + 1) / 2) for length in lengths)
         return tokens * self.forward_per_token + (tokens if logits is None else logits) * self.head_forward + attention
 
     def backward(self, lengths: Iterable[int], logits: int | None = None) -> float:
@@ -145,28 +168,36 @@ def model_flops(hf: HFConfig, lora: LoraConfig | None = None, has_scalar_head: b
     settings, table = family.megatron_config(hf), family.params(hf, 1)
     experts = settings.get("num_moe_experts")
     expert_share = settings["moe_router_topk"] / experts if experts else 1.0  # fraction of tokens that use an expert
-    base, adapters = 0.0, 0.0
+    base, indexers, adapters = 0.0, 0.0, 0.0
     for param in table:
         is_matrix = len(param.hf[0].shape) == 2 and not param.is_buffer
-        if is_matrix and part_of(param) not in ("embedding", "head", "norms"):
+        if is_matrix and is_indexer(param):  # frozen, and their input needs no gradient
+            indexers += 2 * param.size
+        elif is_matrix and part_of(param) not in ("embedding", "head", "norms"):
             base += (expert_share if param.expert is not None else 1.0) * param.size
     base *= 2
+    recurrence = delta_net_flops(settings)
     has_adapters = lora is not None and lora.rank > 0
     if lora is not None and has_adapters:
         for param in adapted_weights(table, lora.target_modules):
             rows, columns = sum(tensor.shape[0] for tensor in param.hf), param.hf[0].shape[1]
             adapters += 2 * (expert_share if param.expert is not None else 1.0) * lora.rank * (rows + columns)
     head = 2.0 * (1 if has_scalar_head else int(hf["vocab_size"])) * int(settings["hidden_size"])
-    layers = int(settings["num_layers"])
+    layers = int(settings["num_layers"]) - sum(settings.get("linear_attention_freq") or ())
     per_pair = 2.0 * int(settings["num_attention_heads"]) * attention_width(settings)
     window, pattern = settings.get("window_size"), settings.get("window_attn_skip_freq")
     windowed_layers = 0 if not window else sum(pattern) if isinstance(pattern, list) else layers
+    index_size = 0
+    if topk := settings.get("dsa_indexer_topk"):  # as many keys as in a window, wherever they are
+        windowed_layers, window = layers, (int(topk) - 1, 0)
+        index_size = int(settings["dsa_indexer_n_heads"]) * (int(settings["dsa_indexer_head_dim"]) + 1)
     return Flops(
-        forward_per_token=base + adapters,
-        backward_per_token=(1 if has_adapters else 2) * base + 2 * adapters,
+        forward_per_token=base + indexers + recurrence + adapters,
+        backward_per_token=(1 if has_adapters else 2) * base + 2 * (recurrence + adapters),
         head_forward=head,
         head_backward=(1 if has_adapters and not has_scalar_head else 2) * head,  # a critic's head is always trained
         attention_per_pair=(layers - windowed_layers) * per_pair,
         windowed_per_pair=windowed_layers * per_pair,
         window=int(window[0]) + 1 if window else 0,
+        indexed_per_pair=2.0 * index_size * indexer_types(hf).count("full") if index_size else 0.0,
     )

@@ -1,7 +1,7 @@
 """Read Hugging Face safetensors folders lazily, slice by slice, and write them atomically and bitwise exactly.
 
-FP8 matrices are dequantised to bfloat16 on reading. FP8 folders are never written. Experts that a checkpoint stacks
-are read and written as parts of the stack, see `family.StoredSlice`.
+FP8 matrices and MXFP4 experts are dequantised to bfloat16 on reading, and written in bfloat16. Experts that a
+checkpoint stacks are read and written as parts of the stack, see `family.StoredSlice`.
 
 The safetensors library needs all tensors of a file in memory and copies them. Here a tensor may be read just before it
 is written, so that only one is in memory at a time. The bytes are the same as the library's.
@@ -26,9 +26,11 @@ from safetensors import SafetensorError, safe_open
 
 from megarl.config import ConfigError
 from megarl.config.strict import describe_lfs_pointer, read_json
+from megarl.models import mxfp4
 from megarl.models.family import StoredSlice
 from megarl.models.fp8 import SCALE_SUFFIX, dequantise, grid_shape, is_fp8
 from megarl.models.layout_algebra import Param, assemble_shard
+from megarl.models.mxfp4 import BLOCKS_SUFFIX, GROUP, SCALES_SUFFIX, is_mxfp4
 from megarl.models.registry import family_of, load_hf_config
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -143,7 +145,8 @@ class HFWeights:
     """The tensors of an HF folder by name, read on demand. Files stay open.
 
     A matrix with FP8 block scales is returned in bfloat16, and its scales are not listed as tensors. A tensor that the
-    folder stores as a part of another, as `stored_slice` says, is read by its own name, too.
+    folder stores as a part of another, as `stored_slice` says, is read by its own name, too. Blocks and scales of MXFP4
+    are one tensor, the transposed stack that a checkpoint in bfloat16 has instead.
     """
 
     def __init__(self, folder: Path, files: dict[str, str], stored_slice: Callable[[str], StoredSlice | None]):
@@ -155,18 +158,20 @@ class HFWeights:
     def names(self) -> list[str]:
         """Return the names of the tensors as stored."""
         scales = {name + SCALE_SUFFIX for name in self._files}
-        return [name for name in self._files if name not in scales]
+        stacks = {name.removesuffix(BLOCKS_SUFFIX) for name in self._files if name.endswith(BLOCKS_SUFFIX)}
+        parts = {stack + suffix for stack in stacks for suffix in (BLOCKS_SUFFIX, SCALES_SUFFIX)}
+        return [name for name in self._files if name not in scales | parts] + sorted(stacks)
 
     def view(self, name: str) -> StoredSlice | None:
         """Return where the folder stores this tensor as a part of another one, if it does."""
         view = None if name in self._files else self._stored_slice(name)
-        return view if view is not None and view.name in self._files else None
+        return view if view is not None and (view.name in self._files or self._is_mxfp4(view.name)) else None
 
     def shape(self, name: str) -> tuple[int, ...]:
         view = self.view(name)
         if view is None:
-            return tuple(self._slice(name).get_shape())
-        shape = tuple(self._slice(view.name).get_shape())[view.expert is not None :]
+            return self._stored_shape(name)
+        shape = self._stored_shape(view.name)[view.expert is not None :]
         rows, *columns = reversed(shape) if view.transposed else shape
         return len(range(rows)[view.rows]), *columns
 
@@ -195,7 +200,7 @@ class HFWeights:
         return dequantise(values, self._tensor(name + SCALE_SUFFIX), *((start, 0) if dim == 0 else (0, start)))
 
     def _view_slice(self, view: StoredSlice, dim: int, start: int, stop: int) -> torch.Tensor:
-        stored_shape = self._slice(view.name).get_shape()
+        stored_shape = self._stored_shape(view.name)
         is_stack, matrix = view.expert is not None, len(stored_shape) - (view.expert is not None)
         rows = range(stored_shape[-1 if view.transposed else int(is_stack)])[view.rows]
         rows = rows[start:stop] if dim == 0 else rows
@@ -205,7 +210,11 @@ class HFWeights:
         index = tuple(reversed(bounds) if view.transposed else bounds)
         if view.expert is not None:
             index = (slice(view.expert, view.expert + 1), *index)
-        values: torch.Tensor = self._read(view.name, lambda file: file.get_slice(view.name)[index])
+        values: torch.Tensor
+        if self._is_mxfp4(view.name):
+            values = self._read_mxfp4(view.name, index)
+        else:
+            values = self._read(view.name, lambda file: file.get_slice(view.name)[index])
         if is_stack:
             values = values[0]
         return (values.mT if view.transposed else values)[:: rows.step].contiguous()
@@ -224,6 +233,7 @@ class HFWeights:
         expected = {tensor.name: tensor.shape for param in family.params(hf, 1, mtp=mtp) for tensor in param.hf}
         expected = {name: shape for name, shape in expected.items() if name not in optional}
         where = f"{self.folder}:"
+        self._check_mxfp4(is_mxfp4(hf))
         self._check_fp8(is_fp8(hf))
         views = {name: view for name in expected if (view := self.view(name)) is not None}
         if missing := [name for name in expected if name not in self._files and name not in views]:
@@ -250,7 +260,7 @@ class HFWeights:
             if self.shape(name) != shape:
                 raise ConfigError(f"{where} {name} has shape {self.shape(name)}; config.json asks for {shape}")
         for name in (*stored_shapes, *parts, *(head for head in optional if head in self._files)):
-            if (dtype := str(self._slice(name).get_dtype())) not in FLOATS:
+            if (dtype := self._stored_dtype(name)) not in FLOATS:
                 raise ConfigError(
                     f"{where} {name} has {dtype} numbers; weights must be {', '.join(FLOATS)}; convert the model to "
                     f"bfloat16, without integers or another quantisation"
@@ -259,7 +269,7 @@ class HFWeights:
     def _check_fp8(self, promised: bool) -> None:
         """Raise ConfigError for an FP8 matrix without matching scales, or for any FP8 matrix unless `promised`."""
         for name in self.names():
-            if self._slice(name).get_dtype() != "F8_E4M3":
+            if self._stored_dtype(name) != "F8_E4M3":
                 continue
             if not promised:
                 raise ConfigError(f"{self.folder}: {name} is FP8, but config.json has no quantization_config")
@@ -268,6 +278,43 @@ class HFWeights:
                 raise ConfigError(f"{self.folder}: {scales} is missing: FP8 weights mean nothing without their scales")
             if self.shape(scales) != (expected := grid_shape(self.shape(name))):
                 raise ConfigError(f"{self.folder}: {scales} has shape {self.shape(scales)}; {name} needs {expected}")
+
+    def _check_mxfp4(self, promised: bool) -> None:
+        """Raise ConfigError for MXFP4 blocks without matching scales, or for any unless `promised`."""
+        for blocks in [name for name in self._files if name.endswith(BLOCKS_SUFFIX)]:
+            if not promised:
+                raise ConfigError(f"{self.folder}: {blocks} is MXFP4, but config.json has no such quantization_config")
+            scales = blocks.removesuffix(BLOCKS_SUFFIX) + SCALES_SUFFIX
+            if scales not in self._files:
+                raise ConfigError(f"{self.folder}: {scales} is missing: MXFP4 blocks mean nothing without their scales")
+            *shape, width = self._slice(blocks).get_shape()
+            types = {self._slice(name).get_dtype() for name in (blocks, scales)}
+            if 2 * width != GROUP or len(shape) != 3 or self._slice(scales).get_shape() != shape or types != {"U8"}:
+                raise ConfigError(
+                    f"{self.folder}: {blocks} and its scales are not [experts, rows, columns / {GROUP}, {GROUP // 2}] "
+                    f"and [experts, rows, columns / {GROUP}] uint8"
+                )
+
+    def _is_mxfp4(self, name: str) -> bool:
+        return name + BLOCKS_SUFFIX in self._files
+
+    def _stored_shape(self, name: str) -> tuple[int, ...]:
+        if self._is_mxfp4(name):
+            experts, rows, groups, _ = self._slice(name + BLOCKS_SUFFIX).get_shape()
+            return experts, groups * GROUP, rows
+        return tuple(self._slice(name).get_shape())
+
+    def _stored_dtype(self, name: str) -> str:
+        return "BF16" if self._is_mxfp4(name) else str(self._slice(name).get_dtype())
+
+    def _read_mxfp4(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
+        """Return a part of a dequantised stack, [experts, columns, rows], of which only whole rows are read."""
+        experts, columns, rows = index
+        parts = [
+            self._read(file_name, lambda file, part=file_name: file.get_slice(part)[experts, rows])
+            for file_name in (name + BLOCKS_SUFFIX, name + SCALES_SUFFIX)
+        ]
+        return mxfp4.dequantise(*parts)[..., columns].mT
 
     def _tensor(self, name: str) -> torch.Tensor:
         tensor: torch.Tensor = self._read(name, lambda file: file.get_tensor(name))

@@ -32,7 +32,6 @@ def _check_experts(hf: HFConfig) -> None:
     config_json.require(hf, "sliding_window", None)
     config_json.require(hf, "attention_bias", False)
     blocks.require_heads(hf)
-    config_json.require_default_rope(hf)
     if need(hf, "num_experts_per_tok") == 1:
         # The single expert's weight would always be 1, so the router could not learn. Megatron rejects it too.
         raise ConfigError("config.json: num_experts_per_tok=1 with normalised weights of experts is not implemented")
@@ -84,6 +83,7 @@ MIXTRAL = Family(
     lambda hf, layer, experts: blocks.gqa_params(hf, layer) + _moe(hf, layer, experts),
     _num_experts,
     tool_call_parser="mistral",
+    extras=lambda hf: Extras(rotary=blocks.rotary(hf)),
 )
 
 
@@ -158,6 +158,6 @@ MINIMAX_M2 = Family(
     _minimax_m2_layer,
     _num_experts,
     tool_call_parser="minimax-m2",
-    extras=lambda hf: Extras(norm_over_heads=True),
+    extras=lambda hf: Extras(norm_over_heads=True, rotary=blocks.rotary(_with_rotary_share(hf))),
     untrained_prefixes=_mtp_prefixes,
 )

@@ -6,15 +6,29 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import Config, ConfigError, plugins, strict
-from megarl.models import bailing, deepseek, ernie, gqa, mixtral
+from megarl.models import bailing, deepseek, deepseek_sparse, ernie, gpt_oss, gqa, mixtral, qwen3_next
 from megarl.models.config_json import need
 from megarl.models.family import CAUSAL_LM, CLASSIFIER, Family, HFConfig
 from megarl.models.layout_algebra import Param
 
 _DENSE = (gqa.QWEN2, gqa.QWEN3, gqa.LLAMA, gqa.GEMMA2)
-_MOE = (gqa.QWEN3_MOE, deepseek.V2, deepseek.V3, gqa.GLM4_MOE, mixtral.MINIMAX_M2, deepseek.GLM4_MOE_LITE)
-_MORE_MOE = (mixtral.MIXTRAL, ernie.ERNIE4_5_MOE, bailing.LING2)
-FAMILIES: dict[str, Family] = {family.architecture: family for family in _DENSE + _MOE + _MORE_MOE}
+_MOE = (
+    gqa.QWEN3_MOE,
+    deepseek.V2,
+    deepseek.V3,
+    gqa.GLM4_MOE,
+    gpt_oss.GPT_OSS,
+    qwen3_next.QWEN3_NEXT,
+    qwen3_next.QWEN3_5_MOE,
+    deepseek_sparse.V32,
+    deepseek_sparse.GLM_MOE_DSA,
+    mixtral.MINIMAX_M2,
+    mixtral.MIXTRAL,
+    deepseek.GLM4_MOE_LITE,
+    ernie.ERNIE4_5_MOE,
+    bailing.LING2,
+)
+FAMILIES: dict[str, Family] = {family.architecture: family for family in _DENSE + _MOE}
 
 ENTRY_POINT_GROUP = "megarl.families"  # of families of other packages, each named by its architecture
 PARTS = ("embedding", "attention", "dense mlp", "experts", "router", "norms", "head")

@@ -43,7 +43,7 @@ def masked_half(flops: Flops, length: int) -> float:
 
 @pytest.mark.parametrize(
     "family",
-    ["qwen3_moe", "deepseek_v3", "deepseek_v2", "glm4_moe", "qwen3", "llama", "gemma2"]
+    ["qwen3_moe", "deepseek_v3", "deepseek_v2", "glm4_moe", "qwen3", "llama", "gemma2", "gpt_oss", "glm_moe_dsa"]
     + ["minimax_m2", "glm4_moe_lite", "mixtral", "ernie4_5_moe"],
 )
 def test_flops_match_torch_within_one_percent(family: str) -> None:

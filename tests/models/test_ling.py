@@ -32,7 +32,7 @@ OPTIONAL = {
 
 def read(hf: dict[str, Any]) -> tuple[Any, ...]:
     family = family_of(hf)
-    return family.params(hf, 1, max_experts=2), family.megatron_config(hf), family.gpt_kwargs(hf)
+    return family.params(hf, 1, max_experts=2), family.megatron_config(hf), family.gpt_kwargs(hf), family.extras(hf)
 
 
 def test_reads_the_published_config() -> None:

@@ -43,7 +43,7 @@ TABLES: dict[str, dict[str, Verdict]] = {
             "flashinfer_trtllm": "has [up; gate], padded to 128 and packed into blocks",
             "experimental_sgl_trtllm flashinfer_trtllm_routed": "shares the blocks of flashinfer_trtllm",
             "flashinfer_cutlass": "has [up; gate]",
-            "flashinfer_mxfp4": "for MXFP4 checkpoints, which are not implemented",
+            "flashinfer_mxfp4": "for weights in MXFP4, which a weight sync does not produce",
             "flashinfer_cutedsl cutlass experimental_sgl_marlin": _UNREAD,
             "flashinfer_megamoe megamoe marlin humming": "repacks experts",
             "aiter": "shuffles experts in tiles of 16 x 16",
@@ -194,6 +194,7 @@ ENVIRONMENT = {
     "SGLANG_SHARED_EXPERT_TP1": "0",  # would put whole shared experts on every rank
     "SGLANG_FORCE_FP8_MARLIN": "0",  # would repack FP8
     "SGLANG_OPT_HOPPER_BLOCK_FP8_BF16": "0",  # would compute with a copy of the weights
+    "SGLANG_DISABLE_DSA_INDEXER_FUSION": "1",  # would join two weights of GLM-5's indexer
     "SGLANG_ENABLE_EMBED_REPLICATION": "0",  # would put the whole embedding on every rank
 }
 """SGLang's environment variables that concern weights, as every engine must have them."""
