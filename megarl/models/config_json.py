@@ -238,7 +238,8 @@ def require_common(
     layer_types: the attention type of each layer; None for full attention everywhere.
     mxfp4: whether checkpoints of this family may be in MXFP4, and then not in FP8.
     """
-    if is_fp8(hf) if mxfp4 else is_mxfp4(hf):  # raises for any other quantisation
+    has_fp8 = is_fp8(hf)  # raises for any other quantisation but MXFP4
+    if has_fp8 if mxfp4 else is_mxfp4(hf):
         method = hf["quantization_config"]["quant_method"]
         raise _error(hf, f"quantization_config with quant_method={method!r} is not implemented; use bfloat16 weights")
     require(hf, "hidden_act", activation)
