@@ -35,9 +35,11 @@ from megarl.megatron.model_layers import (
     DeferredLogits,
     GroupLimitedRouter,
     MTPModel,
+    NormOverHeads,
     PlainQueryMLA,
     PostNormLayer,
     ScaledEmbedding,
+    SoftmaxBiasRouter,
     ValueHead,
     scale_rotary,
 )
@@ -286,11 +288,16 @@ def _layer_spec(settings: TransformerConfig, extras: Extras, vp_stage: int | Non
         if extras.attention_cap:
             attention = partial(megatron_modules.PackedAttention, cap=extras.attention_cap)
             layer.submodules.self_attention.submodules.core_attention = attention
+        if extras.norm_over_heads:
+            attention = layer.submodules.self_attention.submodules
+            attention.q_layernorm = partial(NormOverHeads, num_heads=settings.num_attention_heads)
+            attention.k_layernorm = partial(NormOverHeads, num_heads=settings.num_query_groups)
         if extras.post_norms:
             layer.module, layer.params = PostNormLayer, {"post_norm": norm}
         if settings.multi_latent_attention and settings.q_lora_rank is None:
             layer.submodules.self_attention.module = PlainQueryMLA
         build_mlp = layer.submodules.mlp
-        if extras.has_group_max_routing and isinstance(build_mlp, partial) and build_mlp.func is MoELayer:
-            build_mlp.keywords["submodules"].router = GroupLimitedRouter
+        if extras.has_own_router and isinstance(build_mlp, partial) and build_mlp.func is MoELayer:
+            router = GroupLimitedRouter if extras.has_group_max_routing else SoftmaxBiasRouter
+            build_mlp.keywords["submodules"].router = router
     return spec

@@ -716,6 +716,7 @@ def test_cluster_recipes_fit_their_gpus() -> None:
         ("llama3_70b", 80, []),
         ("deepseek_r1", 141, ["parallel.world_size=256", "parallel.ep=16", "rollout.concurrency=512"]),
         ("deepseek_r1", 96, []),
+        *((name, 80, []) for name in ("minimax_m2", "glm4.7_flash", "mixtral_8x7b", "ernie4.5_21b", "ling_flash_2.0")),
     ):
         recipe = ROOT / "configs" / f"{name}.yaml"
         hf = ROOT / load_config(recipe).model.hf_config

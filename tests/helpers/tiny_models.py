@@ -107,7 +107,7 @@ def randomize(model: PreTrainedModel, seed: int) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 tensor.copy_(0.1 * torch.randn(tensor.shape, generator=generator))
             elif not tensor.requires_grad:
                 continue
@@ -306,6 +306,22 @@ def glm4_moe(seed: int = 0, **changes: Any) -> PreTrainedModel:
         "num_nextn_predict_layers": 0,
     }
     return randomize(Glm4MoeForCausalLM(Glm4MoeConfig(**(settings | changes))), seed)
+
+
+def families_without_builder() -> list[str]:
+    """Return the families that only `of_family` builds."""
+    import tiny
+
+    return [name for name in tiny.family_names() if name not in globals()]
+
+
+def of_family(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """Return a model with the configuration of `tests/megatron/tiny.py`, but the vocabulary and length of these."""
+    import tiny
+
+    shared = ("vocab_size", "max_position_embeddings", "eos_token_id", "bos_token_id", "pad_token_id")
+    values = tiny.HF[family] | {key: _common(1)[key] for key in shared} | changes
+    return randomize(tiny.set_latent_eps(tiny.hf_class(values)(tiny.hf_config(values))), seed)
 
 
 def gpt_oss(seed: int = 0, **changes: Any) -> PreTrainedModel:

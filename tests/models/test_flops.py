@@ -44,7 +44,7 @@ def masked_half(flops: Flops, length: int) -> float:
 
 
 FAMILIES = ("qwen3_moe", "deepseek_v3", "deepseek_v2", "glm4_moe", "qwen3", "llama", "gemma2", "qwen3_next", "qwen3_5")
-FAMILIES += ("gpt_oss", "glm_moe_dsa")
+FAMILIES += ("gpt_oss", "glm_moe_dsa", "minimax_m2", "glm4_moe_lite", "mixtral", "ernie4_5_moe")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

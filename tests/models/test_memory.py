@@ -89,6 +89,8 @@ def stage_counts(hf: dict[str, Any], head: bool = False, **sizes: int) -> list[E
         ("qwen3.5_397b_a17b.json", 396_346_350_336),
         ("qwen2.5_7b.json", 7_615_616_512),
         ("qwen2.5_0.5b.json", 494_032_768),
+        ("mixtral_8x7b.json", 46_702_792_704),
+        ("ernie4.5_21b.json", 21_825_437_888),
     ],
 )
 def test_counts_match_published_sizes(file: str, total: int) -> None:
