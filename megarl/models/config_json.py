@@ -14,6 +14,7 @@ from typing import Annotated, Any, get_args
 from megarl.config import ConfigError, strict
 from megarl.config.strict import PositiveFloat, PositiveInt, Range
 from megarl.models.fp8 import is_fp8
+from megarl.models.int4 import is_int4
 
 Size = Annotated[int, Range(1, 1 << 24)]
 Heads = Annotated[int, Range(1, 1 << 16)]
@@ -206,6 +207,7 @@ def require_common(
     layer_types: the attention type of each layer; None for full attention everywhere.
     """
     is_fp8(hf)  # raises for any other quantisation
+    is_int4(hf)
     require(hf, "hidden_act", activation)
     require(hf, "attention_dropout", 0.0)
     require(hf, "use_sliding_window", False)

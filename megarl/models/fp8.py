@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from megarl.config import ConfigError, strict
+from megarl.models.int4 import QUANT_METHOD as INT4_METHOD
 from megarl.models.layout_algebra import Param
 
 BLOCK = 128  # side length of the blocks that share a scale
@@ -40,10 +41,10 @@ def is_fp8(hf: Mapping[str, Any]) -> bool:
     """Return whether config.json declares an FP8 checkpoint, and so an FP8 engine in SGLang.
 
     Raises ConfigError for any other quantization_config, including power-of-two scales (scale_fmt "ue8m0", for
-    Blackwell).
+    Blackwell), except for what `int4.is_int4` checks.
     """
     quantization = hf.get("quantization_config")
-    if quantization is None:
+    if quantization is None or quantization.get("quant_method") == INT4_METHOD:
         return False
     for key, implemented in _IMPLEMENTED.items():
         if (value := quantization.get(key)) not in implemented:

@@ -1,6 +1,6 @@
 """Read Hugging Face safetensors folders lazily, slice by slice, and write them atomically and bitwise exactly.
 
-FP8 matrices are dequantised to bfloat16 on reading. FP8 folders are never written.
+FP8 and INT4 matrices are dequantised to bfloat16 on reading. FP8 and INT4 folders are never written.
 
 The safetensors library needs all tensors of a file in memory and copies them. Here a tensor may be read just before it
 is written, so that only one is in memory at a time. The bytes are the same as the library's.
@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 
 from megarl.config import ConfigError
 from megarl.config.strict import describe_lfs_pointer, read_json
+from megarl.models import int4
 from megarl.models.fp8 import SCALE_SUFFIX, dequantise, grid_shape, is_fp8
 from megarl.models.layout_algebra import Param, assemble_shard
 from megarl.models.registry import family_of, load_hf_config
@@ -135,10 +136,15 @@ _MTP_COPIES = {"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": HEAD
 FLOATS = ("BF16", "F16", "F32", "F64", "F8_E4M3")  # supported dtypes of stored weights, by safetensors name
 
 
+_INT4_SUFFIXES = (int4.PACKED_SUFFIX, int4.SCALE_SUFFIX, int4.SHAPE_SUFFIX)
+_CODES_PER_WORD = 8  # of `weight_packed`, int32
+
+
 class HFWeights:
     """The tensors of an HF folder by name, read on demand. Files stay open.
 
-    A matrix with FP8 block scales is returned in bfloat16, and its scales are not listed as tensors.
+    A matrix with FP8 block scales, or in packed INT4, is returned in bfloat16. It is listed by the name of its weight,
+    and its scales are not listed.
     """
 
     def __init__(self, folder: Path, files: dict[str, str]):
@@ -147,31 +153,60 @@ class HFWeights:
         self._open_files: dict[str, Any] = {}
 
     def names(self) -> list[str]:
+        packed = [name.removesuffix(int4.PACKED_SUFFIX) for name in self._files if name.endswith(int4.PACKED_SUFFIX)]
         scales = {name + SCALE_SUFFIX for name in self._files}
-        return [name for name in self._files if name not in scales]
+        hidden = {name + suffix for name in packed for suffix in _INT4_SUFFIXES} | scales
+        return [name for name in self._files if name not in hidden] + packed
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._slice(name).get_shape())
+        if not self._is_packed(name):
+            return tuple(self._slice(name).get_shape())
+        rows, words = self._slice(name + int4.PACKED_SUFFIX).get_shape()
+        return rows, words * _CODES_PER_WORD
 
     def get(self, name: str) -> torch.Tensor:
-        """Return the full tensor on the host, in the file's dtype (bfloat16 for FP8)."""
+        """Return the full tensor on the host, in the file's dtype (bfloat16 for FP8 and INT4)."""
+        if self._is_packed(name):
+            return self.get_slice(name, 0, 0, self.shape(name)[0])
         tensor = self._tensor(name)
         return dequantise(tensor, self._tensor(name + SCALE_SUFFIX)) if name + SCALE_SUFFIX in self._files else tensor
 
     def get_lazy(self, name: str) -> LazyTensor:
-        stored = self._slice(name).get_dtype()
-        dtype = next(dtype for dtype, kind in _DTYPE_NAMES.items() if kind == stored)
-        if name + SCALE_SUFFIX in self._files:
+        if name + SCALE_SUFFIX in self._files or self._is_packed(name):
             dtype = torch.bfloat16
+        else:
+            stored = self._slice(name).get_dtype()
+            dtype = next(dtype for dtype, kind in _DTYPE_NAMES.items() if kind == stored)
         return LazyTensor(self.shape(name), dtype, lambda: self.get(name))
 
     def get_slice(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
         """Return [start, stop) along `dim`. With `dim` 0, only that part is read from disk."""
+        if self._is_packed(name):
+            return self._dequantise_packed(name, dim, start, stop)
         index = (slice(None),) * dim + (slice(start, stop),)
         values: torch.Tensor = self._read(name, lambda file: file.get_slice(name)[index])
         if name + SCALE_SUFFIX not in self._files:
             return values
         return dequantise(values, self._tensor(name + SCALE_SUFFIX), *((start, 0) if dim == 0 else (0, start)))
+
+    def _is_packed(self, name: str) -> bool:
+        return name + int4.PACKED_SUFFIX in self._files
+
+    def _dequantise_packed(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
+        """Return a slice as `get_slice` does, of an INT4 matrix."""
+        if dim == 0:
+            index = scale_index = slice(start, stop), slice(None)
+            skipped = 0
+        else:
+            first, last = start // int4.GROUP, -(-stop // int4.GROUP)  # whole groups around the slice
+            words = int4.GROUP // _CODES_PER_WORD
+            index = (slice(None), slice(first * words, last * words))
+            scale_index, skipped = (slice(None), slice(first, last)), start - first * int4.GROUP
+        packed, scales = name + int4.PACKED_SUFFIX, name + int4.SCALE_SUFFIX
+        words = self._read(packed, lambda file: file.get_slice(packed)[index]).contiguous()
+        values = self._read(scales, lambda file: file.get_slice(scales)[scale_index])
+        weight = int4.dequantise(int4.Int4Matrix(words.view(torch.uint8), values))
+        return weight if dim == 0 else weight[:, skipped : skipped + stop - start]
 
     def get_shard(self, param: Param, tp: int, rank: int) -> torch.Tensor:
         """Return the shard of rank `rank` of `tp`, a new tensor. Like `layout_algebra.shard`, without full tensors."""
@@ -184,11 +219,15 @@ class HFWeights:
         prediction layers, unless `mtp` is set.
         """
         family = family_of(hf)
-        expected = {tensor.name: tensor.shape for param in family.params(hf, 1, mtp=mtp) for tensor in param.hf}
+        table = [(tensor, param) for param in family.params(hf, 1, mtp=mtp) for tensor in param.hf]
+        expected = {tensor.name: tensor.shape for tensor, _ in table}
         expected = {name: shape for name, shape in expected.items() if name not in optional}
         where = f"{self.folder}:"
         self._check_fp8(is_fp8(hf))
-        if missing := [name for name in expected if name not in self._files]:
+        names = set(self.names())
+        experts = {tensor.name for tensor, param in table if int4.is_quantised(param)}
+        self._check_int4(experts if int4.is_int4(hf) else set())
+        if missing := [name for name in expected if name not in names]:
             hint = "; config.json has tie_word_embeddings=false, is it tied?" if missing == [HEAD] else ""
             raise ConfigError(f"{where} {_summarize_names(missing)} missing{hint}")
         allowed, prefixes = expected.keys() | set(optional), family.untrained_prefixes(hf)
@@ -206,6 +245,8 @@ class HFWeights:
             if self.shape(name) != shape:
                 raise ConfigError(f"{where} {name} has shape {self.shape(name)}; config.json asks for {shape}")
         for name in (*expected, *(head for head in optional if head in self._files)):
+            if self._is_packed(name):
+                continue
             if (dtype := str(self._slice(name).get_dtype())) not in FLOATS:
                 raise ConfigError(
                     f"{where} {name} has {dtype} numbers; weights must be {', '.join(FLOATS)}; convert the model to "
@@ -223,6 +264,26 @@ class HFWeights:
             if scales not in self._files:
                 raise ConfigError(f"{self.folder}: {scales} is missing: FP8 weights mean nothing without their scales")
             if self.shape(scales) != (expected := grid_shape(self.shape(name))):
+                raise ConfigError(f"{self.folder}: {scales} has shape {self.shape(scales)}; {name} needs {expected}")
+
+    def _check_int4(self, promised: set[str]) -> None:
+        """Raise ConfigError unless exactly the `promised` matrices are INT4, with scales of their shape."""
+        packed = {name for name in self.names() if self._is_packed(name)}
+        if odd := sorted(packed - promised):
+            reason = "only routed experts are implemented so" if promised else "config.json does not say so"
+            raise ConfigError(f"{self.folder}: {_summarize_names(odd)} INT4, but {reason}")
+        if plain := sorted(promised - packed):
+            raise ConfigError(
+                f"{self.folder}: {_summarize_names(plain)} not INT4; remove quantization_config from config.json"
+            )
+        for name in packed:
+            (rows, columns), scales = self.shape(name), name + int4.SCALE_SUFFIX
+            stored = self._slice(name + int4.PACKED_SUFFIX).get_dtype(), self._slice(scales).get_dtype()
+            if stored != ("I32", "BF16"):
+                raise ConfigError(
+                    f"{self.folder}: {name} is stored as {stored[0]} with scales in {stored[1]}, not I32 and BF16"
+                )
+            if self.shape(scales) != (expected := (rows, columns // int4.GROUP)) or columns % int4.GROUP:
                 raise ConfigError(f"{self.folder}: {scales} has shape {self.shape(scales)}; {name} needs {expected}")
 
     def _tensor(self, name: str) -> torch.Tensor:
