@@ -31,6 +31,7 @@ def _import_core() -> None:
             megatron_platform.install()
         import megatron.core  # noqa: F401
         import megatron.core.inference.contexts  # noqa: F401
+
         # Megatron replaces this function of torch's by one that loads no classes. Engines refuse to unpickle it under
         # Megatron's name.
         load = torch.storage._load_from_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from megarl.models import blocks
 from megarl.models.config_json import need
@@ -28,6 +28,20 @@ class Extras:
 
 
 NO_EXTRAS = Extras()  # for a model that Megatron's configuration describes completely
+
+
+class StoredSlice(NamedTuple):
+    """A tensor of the table as a part of a larger tensor in checkpoints, such as one expert of a stack.
+
+    The tensor is `stored[expert]`, transposed if `transposed`, of which it has the rows `rows`.
+    """
+
+    name: str
+    """The stored tensor. It has a leading dimension of experts if `expert` is not None."""
+    expert: int | None = None
+    rows: slice = slice(None)
+    """With a step of 2 if gate and up alternate. The steps are positive."""
+    transposed: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,6 +77,11 @@ class Family:
     """Features that `megatron_config` cannot express."""
     untrained_prefixes: Callable[[HFConfig], tuple[str, ...]] = lambda hf: ()
     """Prefixes of HF tensors that are trained only on request, if at all: of multi-token prediction layers."""
+    stored_slice: Callable[[HFConfig, str], StoredSlice | None] = lambda hf, name: None
+    """Where published checkpoints store the HF tensor of this name, unless under its own name.
+
+    `hf_folder` reads both forms, and writes the form of the folder that training started from.
+    """
     num_mtp_layers: Callable[[HFConfig], int] = lambda hf: 0
     """Number of multi-token prediction layers after the decoder that are in the table."""
 

@@ -1,6 +1,7 @@
 """Read Hugging Face safetensors folders lazily, slice by slice, and write them atomically and bitwise exactly.
 
-FP8 and INT4 matrices are dequantised to bfloat16 on reading. FP8 and INT4 folders are never written.
+FP8 and INT4 matrices are dequantised to bfloat16 on reading. FP8 and INT4 folders are never written. Experts that a
+checkpoint stacks are read and written as parts of the stack, see `family.StoredSlice`.
 
 The safetensors library needs all tensors of a file in memory and copies them. Here a tensor may be read just before it
 is written, so that only one is in memory at a time. The bytes are the same as the library's.
@@ -12,8 +13,10 @@ import json
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +27,7 @@ from safetensors import SafetensorError, safe_open
 from megarl.config import ConfigError
 from megarl.config.strict import describe_lfs_pointer, read_json
 from megarl.models import int4
+from megarl.models.family import StoredSlice
 from megarl.models.fp8 import SCALE_SUFFIX, dequantise, grid_shape, is_fp8
 from megarl.models.layout_algebra import Param, assemble_shard
 from megarl.models.registry import family_of, load_hf_config
@@ -134,8 +138,6 @@ _LAYER = re.compile(r"model\.layers\.\d+\.")
 _MTP_COPIES = {"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": HEAD}
 """Tensors that checkpoints duplicate in multi-token prediction layers, and their originals."""
 FLOATS = ("BF16", "F16", "F32", "F64", "F8_E4M3")  # supported dtypes of stored weights, by safetensors name
-
-
 _INT4_SUFFIXES = (int4.PACKED_SUFFIX, int4.SCALE_SUFFIX, int4.SHAPE_SUFFIX)
 _CODES_PER_WORD = 8  # of `weight_packed`, int32
 
@@ -144,35 +146,48 @@ class HFWeights:
     """The tensors of an HF folder by name, read on demand. Files stay open.
 
     A matrix with FP8 block scales, or in packed INT4, is returned in bfloat16. It is listed by the name of its weight,
-    and its scales are not listed.
+    and its scales are not listed. A tensor that the folder stores as a part of another, as `stored_slice` says, is read
+    by its own name, too.
     """
 
-    def __init__(self, folder: Path, files: dict[str, str]):
+    def __init__(self, folder: Path, files: dict[str, str], stored_slice: Callable[[str], StoredSlice | None]):
         self.folder = folder
         self._files = files  # tensor name -> file name
+        self._stored_slice = stored_slice
         self._open_files: dict[str, Any] = {}
 
     def names(self) -> list[str]:
+        """Return the names of the tensors as stored, of INT4 matrices without the suffix."""
         packed = [name.removesuffix(int4.PACKED_SUFFIX) for name in self._files if name.endswith(int4.PACKED_SUFFIX)]
         scales = {name + SCALE_SUFFIX for name in self._files}
         hidden = {name + suffix for name in packed for suffix in _INT4_SUFFIXES} | scales
         return [name for name in self._files if name not in hidden] + packed
 
+    def view(self, name: str) -> StoredSlice | None:
+        """Return where the folder stores this tensor as a part of another one, if it does."""
+        view = None if name in self._files else self._stored_slice(name)
+        return view if view is not None and view.name in self._files else None
+
     def shape(self, name: str) -> tuple[int, ...]:
-        if not self._is_packed(name):
+        if packed := self._packed_name(name):
+            packed_rows, words = self._slice(packed + int4.PACKED_SUFFIX).get_shape()
+            return packed_rows, words * _CODES_PER_WORD
+        view = self.view(name)
+        if view is None:
             return tuple(self._slice(name).get_shape())
-        rows, words = self._slice(name + int4.PACKED_SUFFIX).get_shape()
-        return rows, words * _CODES_PER_WORD
+        shape = tuple(self._slice(view.name).get_shape())[view.expert is not None :]
+        rows, *columns = reversed(shape) if view.transposed else shape
+        return len(range(rows)[view.rows]), *columns
 
     def get(self, name: str) -> torch.Tensor:
         """Return the full tensor on the host, in the file's dtype (bfloat16 for FP8 and INT4)."""
-        if self._is_packed(name):
+        if self.view(name) is not None or self._packed_name(name):
             return self.get_slice(name, 0, 0, self.shape(name)[0])
         tensor = self._tensor(name)
         return dequantise(tensor, self._tensor(name + SCALE_SUFFIX)) if name + SCALE_SUFFIX in self._files else tensor
 
     def get_lazy(self, name: str) -> LazyTensor:
-        if name + SCALE_SUFFIX in self._files or self._is_packed(name):
+        if name + SCALE_SUFFIX in self._files or self._packed_name(name):
             dtype = torch.bfloat16
         else:
             stored = self._slice(name).get_dtype()
@@ -181,16 +196,23 @@ class HFWeights:
 
     def get_slice(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
         """Return [start, stop) along `dim`. With `dim` 0, only that part is read from disk."""
-        if self._is_packed(name):
-            return self._dequantise_packed(name, dim, start, stop)
+        if packed := self._packed_name(name):
+            return self._dequantise_packed(packed, dim, start, stop)
+        if (view := self.view(name)) is not None:
+            return self._view_slice(view, dim, start, stop)
         index = (slice(None),) * dim + (slice(start, stop),)
         values: torch.Tensor = self._read(name, lambda file: file.get_slice(name)[index])
         if name + SCALE_SUFFIX not in self._files:
             return values
         return dequantise(values, self._tensor(name + SCALE_SUFFIX), *((start, 0) if dim == 0 else (0, start)))
 
-    def _is_packed(self, name: str) -> bool:
-        return name + int4.PACKED_SUFFIX in self._files
+    def _packed_name(self, name: str) -> str:
+        """Return under which name the folder has an INT4 matrix, without the suffix; empty if it is none."""
+        if name + int4.PACKED_SUFFIX in self._files:
+            return name
+        view = None if name in self._files else self._stored_slice(name)
+        is_renamed = view is not None and view.expert is None and view.name + int4.PACKED_SUFFIX in self._files
+        return view.name if view is not None and is_renamed else ""
 
     def _dequantise_packed(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
         """Return a slice as `get_slice` does, of an INT4 matrix."""
@@ -208,6 +230,22 @@ class HFWeights:
         weight = int4.dequantise(int4.Int4Matrix(words.view(torch.uint8), values))
         return weight if dim == 0 else weight[:, skipped : skipped + stop - start]
 
+    def _view_slice(self, view: StoredSlice, dim: int, start: int, stop: int) -> torch.Tensor:
+        stored_shape = self._slice(view.name).get_shape()
+        is_stack, matrix = view.expert is not None, len(stored_shape) - (view.expert is not None)
+        rows = range(stored_shape[-1 if view.transposed else int(is_stack)])[view.rows]
+        rows = rows[start:stop] if dim == 0 else rows
+        bounds = [slice(rows.start, rows[-1] + 1 if rows else rows.start), *[slice(None)] * (matrix - 1)]
+        if dim > 0:
+            bounds[dim] = slice(start, stop)
+        index = tuple(reversed(bounds) if view.transposed else bounds)
+        if view.expert is not None:
+            index = (slice(view.expert, view.expert + 1), *index)
+        values: torch.Tensor = self._read(view.name, lambda file: file.get_slice(view.name)[index])
+        if is_stack:
+            values = values[0]
+        return (values.mT if view.transposed else values)[:: rows.step].contiguous()
+
     def get_shard(self, param: Param, tp: int, rank: int) -> torch.Tensor:
         """Return the shard of rank `rank` of `tp`, a new tensor. Like `layout_algebra.shard`, without full tensors."""
         return assemble_shard(param, tp, rank, self.get_slice)
@@ -224,13 +262,15 @@ class HFWeights:
         expected = {name: shape for name, shape in expected.items() if name not in optional}
         where = f"{self.folder}:"
         self._check_fp8(is_fp8(hf))
-        names = set(self.names())
-        experts = {tensor.name for tensor, param in table if int4.is_quantised(param)}
+        names, views = set(self.names()), {name: view for name in expected if (view := self.view(name)) is not None}
+        stored_names = {name: self._packed_name(name) or name for name in expected}
+        experts = {stored_names[tensor.name] for tensor, param in table if int4.is_quantised(param)}
         self._check_int4(experts if int4.is_int4(hf) else set())
-        if missing := [name for name in expected if name not in names]:
+        if missing := [name for name in expected if stored_names[name] not in names and name not in views]:
             hint = "; config.json has tie_word_embeddings=false, is it tied?" if missing == [HEAD] else ""
             raise ConfigError(f"{where} {_summarize_names(missing)} missing{hint}")
-        allowed, prefixes = expected.keys() | set(optional), family.untrained_prefixes(hf)
+        allowed = expected.keys() | set(optional) | {view.name for view in views.values()}
+        prefixes = family.untrained_prefixes(hf)
         extra = [name for name in self.names() if name not in allowed and not name.startswith(prefixes)]
         extra = [name for name in extra if not name.endswith("rotary_emb.inv_freq")]  # derived; old files have it
         if HEAD in extra:  # the config ties the embeddings
@@ -241,11 +281,15 @@ class HFWeights:
         if extra:
             problem = f"{_summarize_names(extra)} not part of {family.architecture} with this config.json"
             raise ConfigError(f"{where} {problem}")
-        for name, shape in expected.items():
+        parts: dict[str, list[tuple[StoredSlice, tuple[int, ...]]]] = {}
+        for name, view in views.items():
+            parts.setdefault(view.name, []).append((view, expected[name]))
+        stored_shapes = {name: shape for name, shape in expected.items() if name not in views}
+        for name, shape in (stored_shapes | {name: _joined_shape(part) for name, part in parts.items()}).items():
             if self.shape(name) != shape:
                 raise ConfigError(f"{where} {name} has shape {self.shape(name)}; config.json asks for {shape}")
-        for name in (*expected, *(head for head in optional if head in self._files)):
-            if self._is_packed(name):
+        for name in (*stored_shapes, *parts, *(head for head in optional if head in self._files)):
+            if self._packed_name(name):
                 continue
             if (dtype := str(self._slice(name).get_dtype())) not in FLOATS:
                 raise ConfigError(
@@ -256,7 +300,7 @@ class HFWeights:
     def _check_fp8(self, promised: bool) -> None:
         """Raise ConfigError for an FP8 matrix without matching scales, or for any FP8 matrix unless `promised`."""
         for name in self.names():
-            if self._slice(name).get_dtype() != "F8_E4M3":
+            if name not in self._files or self._slice(name).get_dtype() != "F8_E4M3":
                 continue
             if not promised:
                 raise ConfigError(f"{self.folder}: {name} is FP8, but config.json has no quantization_config")
@@ -268,11 +312,12 @@ class HFWeights:
 
     def _check_int4(self, promised: set[str]) -> None:
         """Raise ConfigError unless exactly the `promised` matrices are INT4, with scales of their shape."""
-        packed = {name for name in self.names() if self._is_packed(name)}
+        names = set(self.names())
+        packed = {name for name in names if name + int4.PACKED_SUFFIX in self._files}
         if odd := sorted(packed - promised):
             reason = "only routed experts are implemented so" if promised else "config.json does not say so"
             raise ConfigError(f"{self.folder}: {_summarize_names(odd)} INT4, but {reason}")
-        if plain := sorted(promised - packed):
+        if plain := sorted((promised & names) - packed):
             raise ConfigError(
                 f"{self.folder}: {_summarize_names(plain)} not INT4; remove quantization_config from config.json"
             )
@@ -310,7 +355,8 @@ def open_hf(folder: str | Path) -> HFWeights:
     path = Path(folder)
     if not path.is_dir():
         raise ConfigError(f"no model folder {folder}")
-    load_hf_config(path)
+    hf = load_hf_config(path)
+    stored_slice = partial(family_of(hf).stored_slice, hf)
     if (path / INDEX).is_file():
         files = read_json(path / INDEX).get("weight_map")
         if not isinstance(files, dict) or not files:
@@ -322,10 +368,10 @@ def open_hf(folder: str | Path) -> HFWeights:
         for name, file in files.items():
             if name not in names_by_file[file]:
                 raise ConfigError(f"{path / INDEX} lists {name} in {file}, but it is not")
-        return HFWeights(path, files)
+        return HFWeights(path, files, stored_slice)
     if not (path / SINGLE).is_file():
         raise ConfigError(f"{folder} has no {SINGLE} and no {INDEX}: only safetensors are read")
-    return HFWeights(path, dict.fromkeys(_open(path / SINGLE).keys(), SINGLE))
+    return HFWeights(path, dict.fromkeys(_open(path / SINGLE).keys(), SINGLE), stored_slice)
 
 
 def save_hf(
@@ -378,9 +424,12 @@ def _write(
     open_shapes = {tensor.name: tensor.shape for _, tensor in rows}
     fixed_dtype = {tensor.name for param, tensor in rows if param.dtype is not None}
     prefixes, untrained, copies = family.untrained_prefixes(hf), [], {}
-    if prefixes and ((source / SINGLE).is_file() or (source / INDEX).is_file()):
-        weights = open_hf(source)
-        untrained = [name for name in weights.names() if name.startswith(prefixes) and name not in open_shapes]
+    weights = open_hf(source) if (source / SINGLE).is_file() or (source / INDEX).is_file() else None
+    view_of = partial(family.stored_slice, hf) if weights is None else weights.view
+    stacks = _Stacks({name: view for name in open_shapes if (view := view_of(name)) is not None})
+    if prefixes and weights is not None:
+        written = open_shapes.keys() | {view.name for view in stacks.views.values()}
+        untrained = [name for name in weights.names() if name.startswith(prefixes) and name not in written]
         originals = {name: _MTP_COPIES.get(_LAYER.sub("", name)) for name in untrained}
         copies = {name: original for name, original in originals.items() if original}
 
@@ -393,12 +442,16 @@ def _write(
         is_float = tensor.dtype.is_floating_point
         cast = dtype if dtype is not None and name not in fixed_dtype and is_float else tensor.dtype
         host_tensor = _cast_on_host(tensor, cast)
+        if name in stacks.views:
+            if (stack := stacks.add(name, host_tensor)) is not None:
+                files.add(*stack)
+            continue
         for name_or_copy in (name, *(copy for copy, original in copies.items() if original == name)):
             files.add(name_or_copy, host_tensor)
     if open_shapes:
         raise ConfigError(f"{staging.with_suffix('')}: {_summarize_names(list(open_shapes))} missing")
     for name in untrained:
-        if name not in copies:
+        if name not in copies and weights is not None:
             files.add(name, weights.get_lazy(name))
     files.finish()
 
@@ -411,6 +464,47 @@ def _write(
     dtype_name = new_hf.get(key) if dtype is None else str(dtype).removeprefix("torch.")
     if new_hf != hf or hf.get(key) != dtype_name:
         (staging / "config.json").write_text(json.dumps({**new_hf, key: dtype_name}, indent=2) + "\n")
+
+
+class _Stacks:
+    """Joins tensors to those that the checkpoint stores. views: their parts, by the table's names."""
+
+    def __init__(self, views: Mapping[str, StoredSlice]) -> None:
+        self.views = views
+        self._num_missing = Counter(view.name for view in views.values())
+        self._parts: dict[str, list[tuple[StoredSlice, TensorSource]]] = {}
+
+    def add(self, name: str, tensor: TensorSource) -> tuple[str, TensorSource] | None:
+        """Add a part. Return the stored tensor with its name if this was the last one."""
+        view = self.views[name]
+        self._parts.setdefault(view.name, []).append((view, tensor))
+        self._num_missing[view.name] -= 1
+        if self._num_missing[view.name]:
+            return None
+        parts = self._parts.pop(view.name)
+        if all(isinstance(part, torch.Tensor) for _, part in parts):
+            return view.name, _join(parts)
+        shape = _joined_shape([(view, tuple(part.shape)) for view, part in parts])
+        return view.name, LazyTensor(shape, parts[0][1].dtype, partial(_join, parts))
+
+
+def _joined_shape(parts: Sequence[tuple[StoredSlice, tuple[int, ...]]]) -> tuple[int, ...]:
+    """Return the shape of the stored tensor that consists of these parts, each with the shape of the table's tensor."""
+    first, first_shape = parts[0]
+    rows = sum(shape[0] for view, shape in parts if view.expert == first.expert)
+    shape: tuple[int, ...] = (rows, *first_shape[1:])
+    if first.transposed:
+        shape = shape[::-1]
+    return shape if first.expert is None else (1 + max(view.expert or 0 for view, _ in parts), *shape)
+
+
+def _join(parts: Sequence[tuple[StoredSlice, TensorSource]]) -> torch.Tensor:
+    joined = torch.empty(_joined_shape([(view, tuple(part.shape)) for view, part in parts]), dtype=parts[0][1].dtype)
+    for view, part in parts:
+        matrix = joined if view.expert is None else joined[view.expert]
+        target = (matrix.mT if view.transposed else matrix)[view.rows]
+        target.copy_(part.read() if isinstance(part, LazyTensor) else part)
+    return joined
 
 
 def save_adapter(folder: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:

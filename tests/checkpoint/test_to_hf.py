@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl.config import ConfigError
-from megarl.models.family import classifier_config
-from megarl.models.hf_folder import open_hf, save_hf
+from megarl.models import registry
+from megarl.models.family import StoredSlice, classifier_config
+from megarl.models.hf_folder import LazyTensor, open_hf, save_hf
 from megarl.models.layout_algebra import shard
 from megarl.models.memory import critic_params
 from megarl.models.registry import family_of
@@ -402,3 +404,67 @@ def test_error_names_damaged_index(source: Path, tmp_path: Path) -> None:
     first.unlink()
     with pytest.raises(ConfigError, match=f"{first.name} is missing"):
         open_hf(folder)
+
+
+def stack_experts(tensors: dict[str, torch.Tensor], form: str) -> dict[str, torch.Tensor]:
+    """Return the tensors with the experts of each layer in `gate_up_proj` and `down_proj`, as published models do."""
+    stacked = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for layer in range(MOE["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}.mlp.experts"
+        gate, up, down = (
+            torch.stack([tensors[f"{prefix}.{e}.{x}_proj.weight"] for e in range(MOE["num_experts"])])
+            for x in ("gate", "up", "down")
+        )
+        if form == "halves":  # [E, 2 ffn, hidden]
+            stacked[f"{prefix}.gate_up_proj"], stacked[f"{prefix}.down_proj"] = torch.cat([gate, up], dim=1), down
+        else:  # [E, hidden, 2 ffn] with gate and up in turn
+            alternating = torch.stack([gate, up], dim=2).flatten(1, 2)
+            stacked[f"{prefix}.gate_up_proj"] = alternating.transpose(1, 2).contiguous()
+            stacked[f"{prefix}.down_proj"] = down.transpose(1, 2).contiguous()
+    return stacked
+
+
+def stored_slice_as(form: str, name: str) -> StoredSlice | None:
+    prefix, _, rest = name.partition(".experts.")
+    if not rest:
+        return None
+    expert, matrix, _ = rest.split(".")
+    if matrix == "down_proj":
+        return StoredSlice(f"{prefix}.experts.down_proj", int(expert), transposed=form == "alternating")
+    ffn, is_up = MOE["moe_intermediate_size"], matrix == "up_proj"
+    rows = slice(ffn * is_up, ffn * (1 + is_up)) if form == "halves" else slice(int(is_up), None, 2)
+    return StoredSlice(f"{prefix}.experts.gate_up_proj", int(expert), rows, transposed=form == "alternating")
+
+
+@pytest.mark.parametrize("form", ["halves", "alternating"])
+def test_experts_that_checkpoints_stack(tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    family = replace(
+        registry.FAMILIES["Qwen3MoeForCausalLM"], stored_slice=lambda hf, name: stored_slice_as(form, name)
+    )
+    monkeypatch.setitem(registry.FAMILIES, "Qwen3MoeForCausalLM", family)
+    tensors = random_tensors(MOE)
+    stacked = stack_experts(tensors, form)
+    source = write_source(tmp_path / "source", MOE, stacked)
+    weights = open_hf(source)
+    weights.check(MOE)
+    for name, tensor in tensors.items():
+        assert weights.shape(name) == tuple(tensor.shape)
+        assert torch.equal(weights.get(name), tensor), name
+    for param in family.params(MOE, 2):
+        for rank in range(2):
+            assert torch.equal(weights.get_shard(param, 2, rank), shard(param, tensors, 2, rank)), param.megatron
+
+    save_hf(tmp_path / "export", tensors.items(), source)
+    assert_equal(tmp_path / "export", stacked)  # the form of the source
+    lazy = ((name, LazyTensor(tuple(t.shape), t.dtype, lambda t=t: t)) for name, t in reversed(tensors.items()))
+    save_hf(tmp_path / "lazy", lazy, source, max_shard_bytes=1000)
+    assert_equal(tmp_path / "lazy", stacked)
+    single = write_source(tmp_path / "single", MOE, tensors)
+    save_hf(tmp_path / "export", tensors.items(), single)
+    assert_equal(tmp_path / "export", tensors)
+
+    few = {name: tensor[:1] if "experts" in name else tensor for name, tensor in stacked.items()}
+    with pytest.raises(ConfigError, match=r"gate_up_proj has shape .1, 8, 8.; config.json asks for .2, 8, 8."):
+        open_hf(write_source(tmp_path / "few", MOE, few)).check(MOE)
+    with pytest.raises(ConfigError, match="missing"):
+        save_hf(tmp_path / "part", list(tensors.items())[:-4], source)
