@@ -9,24 +9,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from megarl.config import ConfigError
 from megarl.models import blocks
 from megarl.models.config_json import need
-from megarl.models.fp8 import BLOCK, is_quantised
 from megarl.models.layout_algebra import HFConfig, Param, layer_of
 from megarl.models.registry import family_of
-from megarl.reshard.plan.layout import EngineLayout, ShardSlice, TrainLayout, Wire, wire_itemsize
+from megarl.reshard.plan.layout import EngineLayout, Plane, ShardSlice, TrainLayout, Wire, planes
 
 
 class Cell(NamedTuple):
     """A box (rows and columns) of HF tensor `source` of parameter number `param` of the kind; see `LayerKind.params`.
 
     item_bytes: bytes of an element. unit_bytes: bytes of the rows that stay together when the cell is cut. is_scale:
-    the box is one of the scale grid, in blocks.
+    the box is one of the scales. Rows and columns are counted in elements of the `layout.Plane`.
     """
 
     param: int
@@ -147,18 +146,25 @@ def _cells(
     expert = param.expert is not None
     train_slices = [train.slices_of_shard(part, param) for part in range(train.num_shards(expert))]
     engine_slices = [engine.slices_of_shard(part, param) for part in range(engine.num_shards(slot.grid))]
-    quantised = wire == "fp8" and is_quantised(param)
+    sent = planes(param, wire)
+    is_quantised = len(sent) > 1
     for source, tensor in enumerate(param.hf):
         shape = tensor.shape if len(tensor.shape) == 2 else (tensor.shape[0], 1)
-        if quantised:
-            _check_blocks(tensor.name, shape, chain(*engine_slices), source)
-        for scale in (False, True) if quantised else (False,):
+        if is_quantised:
+            _check_blocks(tensor.name, shape, chain(*engine_slices), source, wire, sent[1], "engine")
+        if is_quantised and wire == "int4":
+            if shape[1] % sent[1].columns:
+                raise ConfigError(f"{tensor.name} has {shape[1]} columns, which are not groups of {sent[1].columns}")
+            if engine.fuse_shared:
+                raise ConfigError("an engine with INT4 experts cannot fuse the shared expert, which is not INT4")
+            # Scales of FP8 are reduced over the ranks that share a block; groups of INT4 are not shared.
+            _check_blocks(tensor.name, shape, chain(*train_slices), source, wire, sent[1], "trainer")
+        for is_scale, plane in enumerate(sent):
             held_boxes, needed_boxes = (
-                [_boxes(slices, source, shape, BLOCK if scale else 1) for slices in side]
-                for side in (train_slices, engine_slices)
+                [_boxes(slices, source, shape, plane) for slices in side] for side in (train_slices, engine_slices)
             )
-            item = 4 if scale else wire_itemsize(param, wire)
-            unit = BLOCK if quantised and not scale else 1
+            item = plane.dtype.itemsize
+            unit = sent[1].rows if is_quantised and not is_scale else 1
             boxes = list(chain(*held_boxes, *needed_boxes))
             rows = sorted({edge for box in boxes for edge in box[:2]})
             columns = sorted({edge for box in boxes for edge in box[2:]})
@@ -170,39 +176,52 @@ def _cells(
                         continue
                     if not train_shards:
                         raise ValueError(f"no rank of the trainer has rows {r0}... of {tensor.name}")
-                    cell = Cell(number, source, r0, r1, c0, c1, item, unit * (c1 - c0) * item, scale)
+                    cell = Cell(number, source, r0, r1, c0, c1, item, unit * (c1 - c0) * item, bool(is_scale))
                     if cell.nbytes <= min_piece:
                         cell = cell._replace(unit_bytes=cell.nbytes)
                     yield cell, train_shards, engine_shards
 
 
 def _boxes(
-    slices: Iterable[ShardSlice], source: int, shape: tuple[int, ...], unit: int
+    slices: Iterable[ShardSlice], source: int, shape: tuple[int, ...], plane: Plane
 ) -> list[tuple[int, int, int, int]]:
-    """Return a shard's boxes (r0, r1, c0, c1) of a tensor, in elements, or of its scale grid, in units of a block."""
+    """Return a shard's boxes (r0, r1, c0, c1) of a plane of a tensor of this shape, in the plane's elements."""
     boxes = []
     for interval in slices:
         if interval.source == source:
-            box = [0, shape[0], 0, shape[1]]
-            box[2 * interval.dim : 2 * interval.dim + 2] = interval.start, interval.stop
-            boxes.append((box[0] // unit, -(-box[1] // unit), box[2] // unit, -(-box[3] // unit)))
+            rows, columns = plane.shape(shape[0], shape[1])
+            box = [0, rows, 0, columns]
+            box[2 * interval.dim : 2 * interval.dim + 2] = plane.scale(interval)[2:4]
+            boxes.append((box[0], box[1], box[2], box[3]))
     return boxes
 
 
-def _check_blocks(name: str, shape: tuple[int, ...], slices: Iterable[ShardSlice], source: int) -> None:
-    """Raise ConfigError if the engine cuts or shifts the blocks of a quantised tensor."""
+def _check_blocks(
+    name: str,
+    shape: tuple[int, ...],
+    slices: Iterable[ShardSlice],
+    source: int,
+    wire: Wire,
+    scales: Plane,
+    side: Literal["trainer", "engine"],
+) -> None:
+    """Raise ConfigError if a side cuts or shifts the blocks of a quantised tensor."""
+    where = f"{name} cannot be sent as {wire.upper()}"
+    sizes = "another tensor or expert parallel size for the engine" if side == "engine" else "another parallel.etp"
+    remedy = f"use {sizes}" + (", or an engine in BF16" if side == "engine" else "")
     for interval in slices:
         if interval.source != source:
             continue
-        if any(edge % BLOCK and edge != shape[interval.dim] for edge in (interval.start, interval.stop)):
+        block = (scales.rows, scales.columns)[interval.dim]
+        if any(edge % block and edge != shape[interval.dim] for edge in (interval.start, interval.stop)):
             raise ConfigError(
-                f"{name} cannot be sent as FP8: the engine cuts it at {interval.start} and {interval.stop}, through a "
-                f"block of {BLOCK}; use another tensor or expert parallel size for the engine, or an engine in BF16"
+                f"{where}: the {side} cuts it at {interval.start} and {interval.stop}, through a block of {block}; "
+                f"{remedy}"
             )
-        if interval.offset % BLOCK:
+        if side == "engine" and interval.offset % block:
             raise ConfigError(
-                f"{name} cannot be sent as FP8: in the engine's tensor it begins at {interval.offset}, within a block "
-                f"of {BLOCK}; use an engine in BF16"
+                f"{where}: in the engine's tensor it begins at {interval.offset}, within a block of {block}; use an "
+                "engine in BF16"
             )
 
 
