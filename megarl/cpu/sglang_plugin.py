@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 
 from megarl.cpu import sglang_speculative
+from megarl.models.int4 import Int4Matrix, dequantise
 from megarl.parallel.job_secret import SECRET_ENV, SealedPickle, seal_object_collectives
 from megarl.parallel.rendezvous import bind_store_addresses
 
@@ -96,6 +97,7 @@ def register() -> None:
     if is_cpu():
         _patch_models()
         _patch_expert_parallel()
+        _patch_int4_experts()
         _patch_attention()
         sglang_speculative.install()
 
@@ -183,6 +185,46 @@ def local_experts(
         y = torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, w2[expert])
         out.index_add_(0, row, (y * weights[row, choice, None]).to(out.dtype))
     return out
+
+
+def _patch_int4_experts() -> None:
+    """Compute with INT4 experts, for which SGLang has Marlin's and Triton's kernels on a GPU only.
+
+    The layer has its experts as for Triton (`moe_runner_backend`), so that weight syncs write the same bytes as there.
+    """
+    from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
+    from sglang.srt.layers.quantization.compressed_tensors.schemes import CompressedTensorsWNA16TritonMoE as Scheme
+
+    def apply_weights(self: Any, layer: torch.nn.Module, dispatch_output: Any) -> Any:
+        weights, ids = dispatch_output.topk_output[:2]
+        x = dispatch_output.hidden_states
+        w13, w2 = (
+            Int4Matrix(getattr(layer, f"{name}_weight_packed"), getattr(layer, f"{name}_weight_scale"))
+            for name in ("w13", "w2")
+        )
+        return StandardCombineInput(hidden_states=local_int4_experts(x, weights, ids, w13, w2))
+
+    Scheme.apply_weights = apply_weights
+    Scheme.create_moe_runner = lambda self, layer, config: setattr(self, "moe_runner_config", config)
+
+
+def local_int4_experts(
+    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, w13: Int4Matrix, w2: Int4Matrix
+) -> torch.Tensor:
+    """Like `local_experts`, with a leading dimension of experts in both tensors of `w13` and `w2`.
+
+    The weights are rounded to bfloat16 as in Triton's kernel, whatever the dtype of `x`.
+    """
+    chosen = [expert for expert in ids.unique().tolist() if expert >= 0]
+    position = torch.full((len(w13.packed) + 1,), -1, dtype=ids.dtype)  # the last entry is for ids of -1
+    position[chosen] = torch.arange(len(chosen), dtype=ids.dtype)
+    dense = (
+        torch.stack([dequantise(Int4Matrix(w.packed[e], w.scales[e].bfloat16()), x.dtype) for e in chosen])
+        if chosen
+        else x.new_empty(0, 0, 0)
+        for w in (w13, w2)
+    )
+    return local_experts(x, weights, position[ids.long()], *dense)
 
 
 def _patch_attention() -> None:

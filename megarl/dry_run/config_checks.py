@@ -21,6 +21,7 @@ from megarl.environments.catalog import COLUMN, load_catalog
 from megarl.models import megatron_fields
 from megarl.models.family import HFConfig
 from megarl.models.hf_folder import check_target, open_hf
+from megarl.models.int4 import is_int4
 from megarl.models.layout_algebra import IndivisibleError
 from megarl.models.lora_tables import adapter_params
 from megarl.models.pipeline_stages import stage_layers
@@ -88,7 +89,13 @@ def check_training_layout(hf: HFConfig, config: Config) -> None:
     if lora.rank > (hidden := int(hf["hidden_size"])):
         raise ConfigError(f"{lora.rank=} is beyond the model's hidden_size={hidden}; no matrix has more ranks")
     if lora.rank:
-        adapter_params(family.params(hf, parallel.tp, parallel.etp), lora)  # raises for a missing target
+        adapters = adapter_params(family.params(hf, parallel.tp, parallel.etp), lora)  # raises for a missing target
+        if is_int4(hf) and any(param.expert is not None for param in adapters):
+            raise ConfigError(
+                "lora.rank: adapters on the routed experts of an INT4 checkpoint would be merged and then rounded for "
+                "the engine, to another policy than the one trained; name other layers in lora.target_modules, such as "
+                "linear_proj"
+            )
 
 
 def check_role_layout(hf: HFConfig, config: Config, role: str) -> None:

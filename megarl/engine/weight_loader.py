@@ -298,6 +298,7 @@ _LAYOUT_MARKERS = {
     "w13_swiglu_interleaved": "has the rows of gate and up in turn",
     "use_triton_kernels": "has its experts transposed",
     "use_marlin": "has its weights repacked",
+    "is_marlin_converted": "has its weights repacked",
     "_mega_moe_weights_built": "has its experts repacked",
     "is_shuffled": "has its weights shuffled",
     "aiter_bpreshuffled": "has its weights shuffled",

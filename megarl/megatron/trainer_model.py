@@ -26,6 +26,7 @@ from megarl.megatron.micro_batch import MicroBatch, explain_hidden_columns, make
 from megarl.megatron.offload import MemoryOffload, WeightSnapshot
 from megarl.megatron.oom_retry import OOMRetry
 from megarl.megatron.parameter_names import named_params, unwrap
+from megarl.models import int4
 from megarl.models.family import VALUE_HEAD
 from megarl.models.flops import quadratic_cost
 from megarl.models.layout_algebra import Param
@@ -117,6 +118,7 @@ class MegatronModel:
     ) -> None:
         self.hf_config, self.config, self.ranks, self.role = hf_config, config, ranks, role
         self.mtp_layers = num_trained_mtp(hf_config, config) if role == "actor" and trains else 0
+        self.rounds_experts = role == "actor" and int4.is_int4(hf_config)
         self.optimizer: Any = None
         self.replay_shape: RoutingShape | None = None
         self._weight_offload, self._optimizer_offload = MemoryOffload(), MemoryOffload()
@@ -202,6 +204,22 @@ class MegatronModel:
             raise ConfigError(f"{bad_names[0]} has elements that are not finite; these weights cannot be trained")
         if self.optimizer is not None:
             self.optimizer.reload_model_params()  # the fp32 masters
+        self._round_int4_experts()
+
+    @torch.no_grad()
+    def _round_int4_experts(self) -> None:
+        """Round the routed experts of an INT4 checkpoint's policy to the values that the engine computes with.
+
+        Quantisation-aware training: the bf16 weights are the INT4 values nearest to the optimizer's fp32 masters, which
+        keep what an update adds, and gradients pass straight through to them. Compared with rounding in each forward
+        pass, the result is the same, and it costs no memory and one pass over the weights per update.
+        """
+        if not self.rounds_experts:
+            return
+        table = {param.megatron: param for param in self.params()}
+        for name, tensor in named_params(self.chunks, self.ranks.ep_rank).items():
+            if int4.is_quantised(table[name]):
+                int4.round_to_grid(tensor.data)
 
     def load_hf(self, folder: str | Path) -> None:
         """Load weights from an HF folder. A value head stays zero unless the folder has one. Raises ConfigError."""
@@ -342,6 +360,8 @@ class MegatronModel:
                     results = self._schedule(rows, retried_plan, compute_loss, forward_only=False)
             aux_losses = collect_aux_losses(unwrap(self.chunks[0]).config, self.ranks, len(retried_plan[0]))
             norm, is_taken = optimizer.take_step(self.optimizer, self.scheduler)
+            if is_taken:
+                self._round_int4_experts()
         local_metrics = sum_metrics(results) if self.dispatcher.is_reporter else {}
         gathered = all_gather_objects((local_metrics, optimizer.has_finite_weights(self.chunks)), self.ranks.host_group)
         if bad_ranks := [rank for rank, (_, finite) in enumerate(gathered) if not finite]:

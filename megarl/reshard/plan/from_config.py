@@ -90,6 +90,8 @@ def build_plan(
                 "bfloat16; set model.dtype=bfloat16"
             )
         wire = quantised
+    if wire == "int4":
+        engine_settings.check_int4(config.rollout.sglang)
     ranks_per_node, bucket_bytes = config.parallel.ranks_per_node, config.rollout.weight_sync_bucket_mb << 20
     try:
         train = train_layout(hf, config, train_ranks)
