@@ -51,6 +51,12 @@ def expert_names(hf: dict[str, Any]) -> set[str]:
     return {tensor.name for p in family_of(hf).params(hf, 1) if p.expert is not None for tensor in p.hf}
 
 
+def write_model(folder: Path, hf: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(hf))
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
 def quantise_experts(folder: Path, target: Path) -> dict[str, torch.Tensor]:
     """Write `target`, the model in `folder` with INT4 experts and all else in bfloat16 (the router's bias excepted).
     Return its tensors by name, dequantised."""
