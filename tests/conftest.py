@@ -20,7 +20,8 @@ sys.path += [str(ROOT / "tests"), str(ROOT / "tests/helpers")]  # what tests of 
 from rank_jobs import HAS_GPU, RankJobs, shared_jobs  # noqa: E402
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-hypothesis.settings.register_profile("megarl")  # no test depends on how fast the machine is
+# No test depends on how fast the machine is.
+hypothesis.settings.register_profile("megarl", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("megarl")
 
 

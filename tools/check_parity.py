@@ -28,6 +28,7 @@ from rich.table import Table
 
 from megarl.config import ConfigError
 from megarl.config.command_line import Parser, check_writable_file, run_cli
+from megarl.models.registry import family_of
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "tests/megatron/ranks_layout.py"
@@ -228,6 +229,11 @@ def check(options: argparse.Namespace) -> int:
     results: dict[str, dict[str, dict[str, float]]] = {}
 
     def is_supported(family: str, layout: str) -> bool:
+        if "etp=2" in layout:
+            try:
+                family_of(tiny.HF[family]).params(tiny.HF[family], 1, etp=2)
+            except ConfigError:
+                return False
         return "ep=" not in layout or any("experts" in key for key in tiny.HF[family])
 
     for layout in options.layout:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from megarl.checkpoint import disk_space
 from megarl.checkpoint.dist_checkpoint_reader import CheckpointReader
 from megarl.config import Config, ConfigError
 from megarl.models.hf_folder import LazyTensor, save_adapter, save_hf
-from megarl.models.layout_algebra import FUSED_NORMS, PADDING, Param, VocabSharding, split_with
+from megarl.models.layout_algebra import FUSED_NORMS, PADDING, Param, SectionSharding, VocabSharding, split_with
 from megarl.models.lora_tables import (
     adapted_weights,
     adapter_params,
@@ -43,36 +44,52 @@ class CheckpointParams:
         self._reader, self._merged = reader, merged
         self._cached: tuple[str, torch.Tensor] | None = None
 
-    def locate(self, param: Param) -> tuple[str, tuple[int, ...]]:
-        """Return the tensor that holds a parameter, and its leading indices in it. Raises ConfigError."""
+    def locate(self, param: Param) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """Return the tensors whose concatenation holds a parameter, and its leading indices in each.
+
+        Raises ConfigError.
+        """
+        sections = param.sharding.sections if isinstance(param.sharding, SectionSharding) else ()
         for name, indices in _candidate_locations(param):
-            if name in self._reader and len(self._reader[name].shape) == len(indices) + len(param.hf[0].shape):
-                if all(number < size for number, size in zip(indices, self._reader[name].shape, strict=False)):
-                    return name, indices
+            names = tuple(f"{name}.{section.name}" for section in sections if section.name) or (name,)
+            if all(part in self._reader for part in names):
+                shape = self._reader[names[0]].shape
+                is_whole = len(shape) == len(indices) + len(param.hf[0].shape)
+                if is_whole and all(number < size for number, size in zip(indices, shape, strict=False)):
+                    return names, indices
         raise ConfigError(
             f"{self._reader.folder} has no {param.megatron}: it is of another model than the configuration's, or of "
             "another program"
         )
 
     def dtype(self, param: Param) -> torch.dtype:
-        return self._reader[self.locate(param)[0]].dtype
+        return self._reader[self.locate(param)[0][0]].dtype
+
+    def _read(self, param: Param) -> torch.Tensor:
+        names, indices = self.locate(param)
+        parts = [self._reader.read(name, indices) for name in names]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def read(self, param: Param) -> torch.Tensor:
         """Return a parameter, merged with its adapter. The last one is cached."""
         if self._cached is None or self._cached[0] != param.megatron:
             self._cached = None  # never hold two
-            whole = self._reader.read(*self.locate(param))
+            whole = self._read(param)
             if param.megatron in self._merged:
                 *factors, scale = self._merged[param.megatron]
-                a, b = (self._reader.read(*self.locate(factor)) for factor in factors)
+                a, b = map(self._read, factors)
                 whole = merge_adapter(whole, a, b, scale)
             self._cached = param.megatron, whole
         return self._cached[1]
 
     def check(self, param: Param) -> None:
         """Raise ConfigError if the checkpoint's shape of a parameter differs from the table's."""
-        name, indices = self.locate(param)
-        shape, (dim, slices) = list(self._reader[name].shape[len(indices) :]), split_with(param, param.sharding, 1, 0)
+        names, indices = self.locate(param)
+        shape, (dim, slices) = (
+            list(self._reader[names[0]].shape[len(indices) :]),
+            split_with(param, param.sharding, 1, 0),
+        )
+        shape[dim] += sum(self._reader[name].shape[len(indices) + dim] for name in names[1:])
         expected = list(param.hf[0].shape)
         expected[dim] = sum(part.stop - part.start for part in slices if part.source != PADDING)
         if isinstance(param.sharding, VocabSharding):  # the rest is padding, whose size depends on the layout
@@ -109,12 +126,13 @@ def _candidate_locations(param: Param) -> Iterator[tuple[str, tuple[int, ...]]]:
 def extract_hf_tensor(param: Param, whole: torch.Tensor, source: int) -> torch.Tensor:
     """Return the part of a whole Megatron tensor that is HF tensor number `source`."""
     dim, slices = split_with(param, param.sharding, 1, 0)
-    parts, offset = [], 0
+    located, offset = [], 0
     for part in slices:
         size = part.stop - part.start
         if part.source == source:
-            parts.append(whole.narrow(dim, offset, size))
+            located.append((part.start, whole.narrow(dim, offset, size)))
         offset += size
+    parts = [part for _, part in sorted(located, key=itemgetter(0))]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
 
 

@@ -23,6 +23,8 @@ _STUBS = Path(__file__).with_name("stubs")
 HAS_MEMORY_SAVER = False  # a sleeping engine does not free its memory
 MAX_KV_TOKENS = 131072
 """Default cap of the KV cache, see `rollout.sglang.max_total_tokens`. Memory is allocated only as it is used."""
+STATES_PER_REQUEST = 8
+"""Slots for states of delta nets per concurrent request. Four are needed; the others keep prefixes for later turns."""
 _CPU_VALUES = {
     "attention_backend": ("torch_native",),
     "prefill_attention_backend": (),
@@ -64,6 +66,7 @@ def server_args(config: Config, first_device: int) -> dict[str, Any]:
         "disable_cuda_graph": True,
         "max_total_tokens": min(rollout.concurrency * rollout.max_context, MAX_KV_TOKENS),
         "max_running_requests": rollout.concurrency,
+        "max_mamba_cache_size": STATES_PER_REQUEST * rollout.concurrency,
         "sleep_on_idle": True,  # otherwise an idle engine keeps a core busy while the ranks train
         **({"moe_runner_backend": "triton"} if is_int4(load_hf_config(config.model.path)) else {}),  # its layout
     }

@@ -36,6 +36,7 @@ from megarl.engine.client import Client
 from megarl.engine.engine_host import HOST_VARIABLE, HostedServer, HostProcess
 from megarl.engine.engine_protocol import EngineError, EngineLost
 from megarl.engine.tool_calls import parser_name
+from megarl.models.mxfp4 import is_mxfp4
 from megarl.models.registry import load_hf_config
 from megarl.parallel import device, job_secret
 from megarl.parallel.placement import engine_ranks
@@ -106,6 +107,8 @@ def _environment(config: Config, threads: int) -> dict[str, str]:
         # Counts from when a request starts running; time in the queue is excluded.
         "SGLANG_REQ_RUNNING_TIMEOUT": str(config.rollout.request_timeout),
         **({"GLOO_SOCKET_IFNAME": "lo"} if config.rollout.tp <= config.parallel.ranks_per_node else {}),
+        # The stored inputs of convolutions, in delta nets; SGLang's default is bfloat16 whatever the model's dtype.
+        "SGLANG_MAMBA_CONV_DTYPE": config.model.dtype,
         "PYTHONWARNINGS": "ignore",  # dozens at each start would hide the last lines of a failure
         **engine_settings.ENVIRONMENT,
         **_platform().environment(config.rollout.tp, max(engines.values(), default=1), threads),
@@ -213,7 +216,8 @@ class Engine:
 
     def _launch(self) -> None:
         rollout = self.config.rollout
-        self.tool_call_parser = parser_name(rollout.tool_call_parser, load_hf_config(self.config.model.path))
+        hf = load_hf_config(self.config.model.path)
+        self.tool_call_parser = parser_name(rollout.tool_call_parser, hf)
         self._log_offset = self.log.stat().st_size  # earlier attempts have written to the same log
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -237,6 +241,8 @@ class Engine:
             "log_level": "warning",
             "enable_return_routed_experts": self.config.train.routing_replay,
             **({"dist_init_addr": self.dist_init_addr} if self.dist_init_addr else {}),
+            # Weights are synced in bfloat16, and the plug-in dequantises those that SGLang loads.
+            **({"json_model_override_args": '{"quantization_config": null}'} if is_mxfp4(hf) else {}),
             **server_args.speculative_args(rollout.num_speculative_tokens),
             **server_args.sampling_args(rollout),
             **self._platform.server_args(self.config, self.first_device),

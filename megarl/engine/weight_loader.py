@@ -36,6 +36,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from megarl.engine.engine_protocol import EngineError
+from megarl.models.layout_algebra import matrix_shape
 from megarl.parallel import device, shared_memory
 from megarl.processes.temp_folders import TempFolder
 from megarl.reshard.run.copies import device_hashes, unpack
@@ -346,8 +347,8 @@ def _write(
 
     writes: copy the slices before checking; False only checks.
 
-    A slice [name, index, r0, r1, c0, c1, offset, hash_offset] is the box [r0, r1) x [c0, c1) of a tensor [rows,
-    columns]; of a tensor [rows], taken as [rows, 1]; or, if `index` is not -1, of entry `index` of a stack of such. Its
+    A slice [name, index, r0, r1, c0, c1, offset, hash_offset] is the box [r0, r1) x [c0, c1) of a tensor, taken as a
+    matrix as by `matrix_shape`; or, if `index` is not -1, of entry `index` of a stack of such. Its
     elements start at byte `offset` of the bucket, in row-major order and in the tensor's own dtype. "tensor_dtype"
     states the dtype of each written name, so that bytes are never misinterpreted. If `hash_offset` is not -1, the
     bucket has there the hash (int64) that the box must have once everything is written, read back from the tensor.
@@ -384,11 +385,11 @@ def _resolve_target(
     if name not in dtypes:
         raise ValueError(f"the request does not state the dtype of {name}")
     tensor = tensors[name]
-    if tensor.dim() not in ((1, 2) if index == -1 else (3,)) or not -1 <= index < len(tensor):
+    if (index != -1 and tensor.dim() != 3) or not -1 <= index < len(tensor):
         raise ValueError(f"{name} has the shape {list(tensor.shape)}; index {index} does not fit it")
     matrix = tensor if index == -1 else tensor[index]
-    if matrix.dim() == 1:
-        matrix = matrix[:, None]
+    if matrix.dim() != 2:
+        matrix = matrix.view(matrix_shape(matrix.shape))
     rows, columns = matrix.shape
     if not (0 <= r0 < r1 <= rows and 0 <= c0 < c1 <= columns):
         raise ValueError(f"rows {r0}:{r1}, columns {c0}:{c1} are not in {name}, which has {rows} and {columns}")

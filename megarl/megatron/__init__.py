@@ -1,17 +1,16 @@
 """Everything that touches Megatron-Core: model building, heads, log-probs, the training step and checkpoints.
 
-Importing this package patches Megatron-Core for machines without a GPU (`cpu/megatron_platform.py`).
+Importing this package patches Megatron-Core (`core_patches.py`), on machines without a GPU for the CPU as well
+(`cpu/megatron_platform.py`).
 """
 
 import logging
 import sys
 import warnings
 
-import torch
-
 # These warnings are advice for trainer authors. Filter before the first import, which warns about missing packages.
 warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
-for _logger in ("models.gpt.gpt_model", "distributed.distributed_data_parallel"):
+for _logger in ("models.gpt.gpt_model", "distributed.distributed_data_parallel", "transformer.moe.experts"):
     logging.getLogger(f"megatron.core.{_logger}").setLevel(logging.ERROR)
 
 from megarl.cpu import megatron_platform  # noqa: E402
@@ -32,10 +31,9 @@ def _import_core() -> None:
         import megatron.core  # noqa: F401
         import megatron.core.inference.contexts  # noqa: F401
 
-        # Megatron replaces this function of torch's by one that loads no classes. Engines refuse to unpickle it under
-        # Megatron's name.
-        load = torch.storage._load_from_bytes
-        load.__module__, load.__name__, load.__qualname__ = "torch.storage", "_load_from_bytes", "_load_from_bytes"
+        from megarl.megatron import core_patches
+
+        core_patches.install()
     finally:
         if is_hidden:
             del sys.modules["wandb"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from copy import copy
 from functools import partial
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -25,9 +26,9 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megarl.config import Config, ConfigError
 from megarl.cpu import megatron_modules
+from megarl.megatron.gated_delta_net import use_delta_nets
 from megarl.megatron.lora import add_adapters
 from megarl.megatron.model_layers import (
-    CappedAttention,
     DeferredLogits,
     GroupLimitedRouter,
     MTPModel,
@@ -35,6 +36,7 @@ from megarl.megatron.model_layers import (
     PostNormLayer,
     ScaledEmbedding,
     ValueHead,
+    scale_rotary,
 )
 from megarl.megatron.parameter_names import named_params
 from megarl.models import megatron_fields as fields
@@ -113,6 +115,12 @@ def transformer_config(hf: Mapping[str, Any], config: Config) -> TransformerConf
     elif max(parallel.ep, parallel.etp) > 1:
         raise ConfigError(f"parallel.ep={parallel.ep}, etp={parallel.etp}, but the model has no experts; set them to 1")
     fields.check(config.model.megatron, config_class is MLATransformerConfig, family.extras(hf))
+    groups = (values.get("num_query_groups") or values["num_attention_heads"]) // parallel.tp
+    if family.extras(hf).has_sinks and device.has_cuda() and groups % parallel.cp:
+        raise ConfigError(
+            f"parallel.cp={parallel.cp} does not divide the {groups} key-value heads of a tensor parallel rank, which "
+            "Transformer Engine distributes over context parallel ranks for attention with sinks; choose a divisor"
+        )
     values.update(config.model.megatron)
     stage_layers(values["num_layers"], parallel.pp, values, parallel.vpp)  # raises if the layers do not divide
     if values.get("fp8"):
@@ -189,15 +197,19 @@ def _build_chunk(
         model.embedding.__class__ = ScaledEmbedding  # same parameters and state, different forward
         # HF and SGLang round the scale to the model's dtype, too.
         model.embedding.scale = float(torch.tensor(extras.embedding_scale, dtype=settings.params_dtype))
+    if extras.rotary is not None:
+        scale_rotary(model, extras.rotary)
     if role != "actor" and is_last:
         model.output_layer = ValueHead(settings)
     elif is_last:
         model.output_layer.__class__ = DeferredLogits
     # Megatron treats routed experts as dense parameters unless EP > 1. But their replicas lie on different ranks: those
-    # on other TP or CP ranks see other tokens, so gradients must be summed over these too.
+    # on other TP or CP ranks see other tokens, so gradients must be summed over these too. That includes biases, whose
+    # gradients Megatron would sum over TP a second time.
     for name, parameter in model.named_parameters():
         if ".mlp.experts." in name:
             parameter.allreduce = False
+            parameter.sequence_parallel = False
     table = family_of(hf).params(hf, config.parallel.tp, config.parallel.etp, mtp=bool(settings.mtp_num_layers))
     named = named_params([model], parallel_state.get_expert_model_parallel_rank())
     if role != "actor":
@@ -205,24 +217,29 @@ def _build_chunk(
     norm_counting.set_flags(named, table)
     if config.lora.rank:
         add_adapters(model, hf, config)
+    megatron_modules.complete_sequential_experts(model)
     return model.to(device.device())
 
 
 def _layer_spec(settings: TransformerConfig, extras: Extras, vp_stage: int | None) -> Any:
+    standard = copy(settings)
+    standard.experimental_attention_variant = None  # whose layers Megatron builds for Transformer Engine only
     if device.has_cuda():
         from megatron.core.extensions.transformer_engine import TENorm as norm
 
-        spec = get_gpt_decoder_block_spec(settings, use_transformer_engine=True, vp_stage=vp_stage)
+        spec = get_gpt_decoder_block_spec(standard, use_transformer_engine=True, vp_stage=vp_stage)
     else:
         norm = megatron_modules.RMSNorm
         spec = megatron_modules.adapt_local_spec(
             get_gpt_decoder_block_spec(
-                settings, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
+                standard, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
             )
         )
+    if settings.experimental_attention_variant == "gated_delta_net":
+        use_delta_nets(spec, settings, vp_stage)
     for layer in spec.layer_specs:  # some entries are the same object
         if extras.attention_cap:
-            attention = partial(CappedAttention, cap=extras.attention_cap)
+            attention = partial(megatron_modules.PackedAttention, cap=extras.attention_cap)
             layer.submodules.self_attention.submodules.core_attention = attention
         if extras.post_norms:
             layer.module, layer.params = PostNormLayer, {"post_norm": norm}

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.models.gpt import GPTModel
+from megatron.core.ssm.utils import _split_tensor_factory
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -37,7 +38,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megarl.config import Config
 from megarl.megatron.model_layers import ValueHead
 from megarl.megatron.parameter_names import named_params, unwrap
-from megarl.models.layout_algebra import Dim1Sharding, Param, Replicated, shard, split_with
+from megarl.models.layout_algebra import Dim1Sharding, Param, Replicated, SectionSharding, shard, split_with
 from megarl.models.lora_tables import LORA_A, LORA_B, adapted_weights, factor_names, factor_params, merge_adapter
 from megarl.models.registry import family_of
 
@@ -134,6 +135,11 @@ class Adapters(torch.nn.Module):
                 replica_id=(0, part if is_replicated else 0, group.rank()),
                 prepend_axis_num=prepended_axes,
             )
+            if isinstance(param.sharding, SectionSharding):
+                sections, groups = param.sharding.sections, param.sharding.num_groups // parts
+                sizes, names = [section.size * groups for section in sections], [section.name for section in sections]
+                state[f"{prefix}{name}"] = _split_tensor_factory(sharded_tensor, sizes, names, 0)
+                continue
             # Each rank's shard consists of a gate half and an up half.
             is_gated = len(param.hf) == 2
             state[f"{prefix}{name}"] = (

@@ -20,15 +20,14 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from megatron.core.transformer.utils import is_layer_window_attention
-from torch.utils.checkpoint import checkpoint
 
-from megarl.cpu.megatron_modules import PackedAttention
+from megarl.models.rotary import ScaledRotary
 
 
 class ValueHead(torch.nn.Module):
@@ -111,52 +110,20 @@ class PlainQueryMLA(MLASelfAttention):  # type: ignore[misc]
         }
 
 
-# --- Gemma 2 --------------------------------------------------------------------------------------------------------
+def scale_rotary(model: GPTModel, rotary: ScaledRotary) -> None:
+    """Give a model with grouped-query attention scaled rotary embeddings.
 
-QUERIES_AT_ONCE = 512
-
-
-class CappedAttention(PackedAttention):
-    """Causal attention with logits cap * tanh(x / cap), and a sliding window on layers that have one.
-
-    Plain torch on every device, because Transformer Engine's attention has no logit cap as of Megatron 0.19.2.
-    Probabilities of only `QUERIES_AT_ONCE` queries exist at a time; the backward pass recomputes them.
+    Megatron's YarnRotaryEmbedding ignores `rotary_percent`, and its llama3 scaling has fixed constants.
     """
+    frequencies = torch.tensor(rotary.frequencies, device=model.rotary_pos_emb.inv_freq.device)
+    assert frequencies.shape == model.rotary_pos_emb.inv_freq.shape
+    model.rotary_pos_emb.inv_freq = frequencies
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module._yarn_concentration_factor = rotary.scale  # Megatron's factor on cosines and sines
 
-    def __init__(self, config: TransformerConfig, layer_number: int, *args: Any, cap: float, **kwargs: Any) -> None:
-        super().__init__(config, layer_number, *args, **kwargs)
-        self.cap = cap
-        has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
-        self.window = config.window_size[0] if has_window else None  # keys that a query sees before its own position
 
-    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Return attention outputs [s, b, heads * d].
-
-        query: [s, b, heads, d], at the positions of the last s keys. key, value: [t, b, groups, d].
-        """
-        s, b, heads, d = query.shape
-        t, _, groups, _ = key.shape
-        q = query.reshape(s, b, groups, heads // groups, d).permute(1, 2, 3, 0, 4)  # [b, groups, heads per group, s, d]
-        k, v = (x.permute(1, 2, 0, 3)[:, :, None] for x in (key, value))  # [b, groups, 1, t, d]
-        outputs = []
-        for start in range(0, s, QUERIES_AT_ONCE):
-            stop = min(s, start + QUERIES_AT_ONCE)
-            key_stop = t - s + stop
-            key_start = 0 if self.window is None else max(0, t - s + start - self.window)
-            chunk = q[..., start:stop, :], k[..., key_start:key_stop, :], v[..., key_start:key_stop, :]
-            outputs.append(checkpoint(self._attend_chunk, *chunk, use_reentrant=False, preserve_rng_state=False))
-        return torch.cat(outputs, dim=-2).permute(3, 0, 1, 2, 4).reshape(s, b, heads * d)
-
-    def _attend_chunk(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Attend with queries [.., s, d] at the last positions of keys and values [.., t, d]. Logits are fp32."""
-        logits = (query @ key.transpose(-1, -2)).float() * (self.scale / self.cap)
-        s, t = logits.shape[-2:]
-        distance = torch.arange(t - s, t, device=query.device)[:, None] - torch.arange(t, device=query.device)
-        is_visible = distance >= 0
-        if self.window is not None:
-            is_visible &= distance <= self.window
-        weights = (self.cap * logits.tanh()).masked_fill(~is_visible, -torch.inf).softmax(-1)
-        return weights.to(value.dtype) @ value
+# --- Gemma 2 --------------------------------------------------------------------------------------------------------
 
 
 class PostNormLayer(TransformerLayer):  # type: ignore[misc]

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 RECOMPUTED_TENSORS = {
+    "gdn_norm_out": (),
     "core_attn": (),  # flash attention saves no tensors of its own
     "layernorm": ("norm outputs",),
     "mla_up_proj": ("qkv",),
@@ -104,9 +105,20 @@ def _layer_tensors(settings: Mapping[str, Any], layer: int, etp: int) -> dict[st
         latents = int(settings.get("q_lora_rank") or 0) + int(settings["kv_lora_rank"]) + rope
         tensors["latents"] = 2 * latents  # and the outputs of their norms
         tensors["qkv"], tensors["attention"] = heads * (2 * (nope + rope) + value), heads * value
+    elif (settings.get("linear_attention_freq") or {layer: 0})[layer]:
+        keys, values = (int(settings[f"linear_{kind}_head_dim"]) for kind in ("key", "value"))
+        key_heads, value_heads = (int(settings[f"linear_num_{kind}_heads"]) for kind in ("key", "value"))
+        convolved = 2 * key_heads * keys + value_heads * values
+        # The projection, with gates; the convolution's output; queries and keys, normalized, for each value head; and
+        # of chunks of 64 tokens the inverted system.
+        tensors["qkv"] = 2 * convolved + value_heads * (values + 2) + value_heads * (2 * keys + 64)
+        tensors["attention"] = 2 * value_heads * values  # before and after its norm
     else:
         head = int(settings["kv_channels"] or hidden // heads)
-        tensors["qkv"], tensors["attention"] = (heads + 2 * int(settings["num_query_groups"])) * head, heads * head
+        groups = int(settings["num_query_groups"])
+        tensors["qkv"], tensors["attention"] = (heads + 2 * groups) * head, heads * head
+        if settings.get("attention_output_gate"):
+            tensors["qkv"], tensors["attention"] = tensors["qkv"] + heads * head, 2 * heads * head
     if is_moe(settings, layer):
         width, topk = int(settings["moe_ffn_hidden_size"]), int(settings["moe_router_topk"])
         tensors["dispatched"] = topk * 2 * hidden * etp  # input and output of each chosen expert

@@ -24,6 +24,7 @@ from megarl.models.layout_algebra import (
     Sharding,
     VocabSharding,
 )
+from megarl.models.rotary import ScaledRotary, scaled_rotary
 
 HEADS = "num_attention_heads"
 
@@ -64,6 +65,12 @@ def require_heads(hf: HFConfig) -> None:
     rotary_dim = head_dim(hf) * rope_options(hf)["partial_rotary_factor"]
     if rotary_dim % 2:
         raise ConfigError(f"config.json: rotary embeddings turn pairs, not {rotary_dim:g} of head_dim={head_dim(hf)}")
+    rotary(hf)  # raises for a type or values that are not implemented
+
+
+def rotary(hf: HFConfig) -> ScaledRotary | None:
+    """Return the rotary embeddings of grouped-query attention, if they are scaled."""
+    return scaled_rotary(hf, int(head_dim(hf) * rope_options(hf)["partial_rotary_factor"]))
 
 
 def gpt_kwargs(hf: HFConfig) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from megarl.config import ConfigError, strict
 from megarl.config.strict import PositiveFloat, PositiveInt, Range
 from megarl.models.fp8 import is_fp8
 from megarl.models.int4 import is_int4
+from megarl.models.mxfp4 import is_mxfp4
 
 Size = Annotated[int, Range(1, 1 << 24)]
 Heads = Annotated[int, Range(1, 1 << 16)]
@@ -48,13 +49,19 @@ ROPE: dict[str, Any] = {
     "partial_rotary_factor": _Share,
     "factor": Annotated[float, Range(1, 1e6)],
     "original_max_position_embeddings": PositiveInt,
-    **dict.fromkeys(("beta_fast", "beta_slow"), PositiveFloat | None),
+    **dict.fromkeys(("beta_fast", "beta_slow"), PositiveFloat),
     **dict.fromkeys(("low_freq_factor", "high_freq_factor"), PositiveFloat),
-    **dict.fromkeys(("mscale", "mscale_all_dim"), Annotated[float, Range(0, 1000)] | None),
-    "attention_factor": float | None,
+    **dict.fromkeys(("mscale", "mscale_all_dim"), Annotated[float, Range(0, 1000)]),
+    "attention_factor": PositiveFloat | None,
     "truncate": bool,
 }
 """Keys of rope_parameters and rope_scaling. All others are rejected: SGLang reads some that change the output."""
+
+ROPE_BY_LENGTH = {
+    "dynamic": "in transformers its frequencies depend on the longest sequence so far, in SGLang they do not",
+    "longrope": "its frequencies depend on the length, in transformers of the sequence, in SGLang of the whole batch",
+}
+"""Types of rotary embeddings that no table can have, and why."""
 
 _SHARED: dict[str, Any] = {
     "attention_bias": False,
@@ -68,6 +75,12 @@ _SHARED: dict[str, Any] = {
     "use_sliding_window": False,
 }
 _EXPERTS: dict[str, Any] = _SHARED | {"n_group": 1, "topk_group": 1, "norm_topk_prob": True, "num_mtp_layers": 1}
+_DELTA_NETS: dict[str, Any] = (
+    _SHARED
+    | {"head_dim": 256, "partial_rotary_factor": 0.25, "full_attention_interval": 4, "norm_topk_prob": True}
+    | {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    | {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "n_shared_experts": 1}
+)
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": _SHARED | {"mlp_bias": False, "num_key_value_heads": None},
     "qwen2": _SHARED,
@@ -84,9 +97,14 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "deepseekv3": _EXPERTS
     | {"q_lora_rank": 1536, "n_shared_experts": 1, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5}
     | {"n_group": 8, "topk_group": 4, "rope_interleave": True},
+    "qwen3next": _DELTA_NETS | {"decoder_sparse_step": 1, "mlp_only_layers": None},
+    "qwen35moe": _DELTA_NETS,
     "glm4moe": _EXPERTS
     | {"n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.0}
     | {"use_qk_norm": False, "partial_rotary_factor": 0.5},
+    "gptoss": _SHARED
+    | {"attention_bias": True, "head_dim": 64, "rope_theta": 150000.0, "sliding_window": 128}
+    | {"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
 }
 """Defaults of absent keys by model, from its configuration class in transformers.
 
@@ -123,6 +141,9 @@ def require_types(hf: Mapping[str, Any], family_fields: Mapping[str, Any] | None
         options = hf.get(block) or {}
         if any(isinstance(value, dict) for value in options.values()):
             raise _error(hf, f"{block} per layer type are not implemented")
+        kind = options.get("rope_type") or options.get("type")
+        if isinstance(kind, str) and kind in ROPE_BY_LENGTH:
+            raise _error(hf, f"rope_type={kind!r} is not implemented: {ROPE_BY_LENGTH[kind]}")
         for key in sorted(options.keys() - ROPE.keys()):
             raise _error(hf, f"{block}.{key} is not implemented; known: {', '.join(ROPE)}")
         _check_types(hf, options, ROPE, f"{block}.")
@@ -200,14 +221,18 @@ def require_common(
     partial_rotary: bool = False,
     activation: str = "silu",
     layer_types: Sequence[str] | None = None,
+    mxfp4: bool = False,
 ) -> None:
     """Raise ConfigError for options that no family implements.
 
     partial_rotary: whether this family supports rotating only a part of each head.
     layer_types: the attention type of each layer; None for full attention everywhere.
+    mxfp4: whether checkpoints of this family may be in MXFP4, and then not in FP8.
     """
-    is_fp8(hf)  # raises for any other quantisation
-    is_int4(hf)
+    is_int4(hf)  # raises for other kinds of compressed-tensors
+    if is_fp8(hf) if mxfp4 else is_mxfp4(hf):  # raises for any other quantisation
+        method = hf["quantization_config"]["quant_method"]
+        raise _error(hf, f"quantization_config with quant_method={method!r} is not implemented; use bfloat16 weights")
     require(hf, "hidden_act", activation)
     require(hf, "attention_dropout", 0.0)
     require(hf, "use_sliding_window", False)
@@ -252,7 +277,11 @@ def _rope(hf: Mapping[str, Any], block: Mapping[str, Any] | None) -> dict[str, A
     options["rope_type"] = options.get("rope_type") or legacy_type or "default"
     for key in ("rope_theta", "partial_rotary_factor"):
         options.setdefault(key, need(hf, key))
-    length, block_length = (source.get("original_max_position_embeddings") for source in (hf, options))
+    key = "original_max_position_embeddings"
+    if options["rope_type"] in ("llama3", "yarn") and key not in options and hf.get(key) is None:
+        # transformers, with which SGLang reads the file too, fills the block so
+        options[key] = need(hf, "max_position_embeddings")
+    length, block_length = (source.get(key) for source in (hf, options))
     if length is not None and options["rope_type"] != "default" and length != block_length:
         raise _error(
             hf,
@@ -263,10 +292,10 @@ def _rope(hf: Mapping[str, Any], block: Mapping[str, Any] | None) -> dict[str, A
     return options
 
 
-def require_default_rope(hf: Mapping[str, Any]) -> None:
+def require_default_rope(hf: Mapping[str, Any], reason: str) -> None:
     """Raise ConfigError for any scaled rotary embeddings."""
     if (rope_type := rope_options(hf)["rope_type"]) != "default":
-        raise _error(hf, f"rope_type={rope_type!r} is not implemented (implemented: default)")
+        raise _error(hf, f"rope_type={rope_type!r} is not implemented (implemented: default): {reason}")
 
 
 def _error(hf: Mapping[str, Any], problem: str) -> ConfigError:

@@ -20,6 +20,7 @@ from megarl.models.blocks import HEADS, norm, weight
 from megarl.models.config_json import Experts, Few, Size, need, read, rope_options
 from megarl.models.family import Extras, Family
 from megarl.models.layout_algebra import Dim0Sharding, Dim1Sharding, EngineSlot, HFConfig, HFTensor, Param, Replicated
+from megarl.models.rotary import yarn_scale
 
 FIELDS: dict[str, Any] = {
     **dict.fromkeys(("n_routed_experts", "num_experts_per_tok", "n_group", "topk_group"), Experts),
@@ -199,26 +200,26 @@ def _rope(hf: HFConfig) -> dict[str, Any]:
     if options["rope_type"] == "default":  # a factor of 1 keeps Megatron from scaling the softmax
         return dict(rope_type="rope", rotary_base=theta, rotary_scaling_factor=1.0, mscale=1.0, mscale_all_dim=0.0)
     if options["rope_type"] != "yarn":
-        rope_type = options["rope_type"]
-        raise ConfigError(f"config.json: rope_type={rope_type!r} is not implemented (implemented: default, yarn)")
-    config_json.require(options, "attention_factor", None)
-    config_json.require(options, "truncate", True)
-    mscale, all_dim = options.get("mscale"), options.get("mscale_all_dim")
-    if bool(mscale) != bool(all_dim):
-        if all_dim:
-            raise ConfigError(
-                "config.json: rope mscale_all_dim without mscale is not implemented; give both or neither"
-            )
-        mscale = None  # HF ignores mscale alone
+        raise ConfigError(
+            f"config.json: rope_type={options['rope_type']!r} is not implemented (implemented: default, yarn): SGLang "
+            "would compute yarn"
+        )
+    if not options.get("truncate", True):
+        raise ConfigError(
+            "config.json: rope_type yarn with truncate=false is not implemented: SGLang's latent attention truncates; "
+            "remove it"
+        )
+    factor = float(need(options, "factor"))
+    yarn_scale(options, mla=True)  # raises where transformers and SGLang differ
     return dict(
         rope_type="yarn",
         rotary_base=theta,
-        rotary_scaling_factor=float(need(options, "factor")),
+        rotary_scaling_factor=factor,
         original_max_position_embeddings=int(need(options, "original_max_position_embeddings")),
-        beta_fast=float(options.get("beta_fast") or 32),
-        beta_slow=float(options.get("beta_slow") or 1),
-        mscale=float(mscale or 1.0),
-        mscale_all_dim=float(all_dim or 0.0),
+        beta_fast=float(options.get("beta_fast", 32)),
+        beta_slow=float(options.get("beta_slow", 1)),
+        mscale=float(options.get("mscale", 1.0)),
+        mscale_all_dim=float(options.get("mscale_all_dim", 0.0)),
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from megarl.models import blocks
 from megarl.models.config_json import need
 from megarl.models.layout_algebra import HFConfig, Param, split_param
+from megarl.models.rotary import ScaledRotary
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,10 @@ class Extras:
     """Attention and MLP outputs are normed before the residual add."""
     has_group_max_routing: bool = False
     """Group-limited routing ranks a group of experts by its best expert, not by a sum over several."""
+    rotary: ScaledRotary | None = None
+    """Rotary embeddings of grouped-query attention, if they are scaled."""
+    has_sinks: bool = False
+    """Attention has a learned sink per head, Megatron's `softmax_type="learnable"`."""
 
 
 NO_EXTRAS = Extras()  # for a model that Megatron's configuration describes completely
@@ -88,6 +93,10 @@ class Family:
     def parser(self, hf: HFConfig) -> str:
         """Return SGLang's tool-call parser for the model of this config.json."""
         return self.parsers_by_type.get(str(hf.get("model_type")), self.tool_call_parser)
+
+    def engine_layer(self, hf: HFConfig, layer: int, experts: Iterable[int]) -> list[Param]:
+        """Return `layer` with a row for each tensor of the engine that has part of a parameter."""
+        return [part for row in self.layer(hf, layer, experts) for part in row.by_slot()]
 
     def params(
         self, hf: HFConfig, tp: int, etp: int = 1, mtp: bool = False, max_experts: int | None = None

@@ -40,7 +40,8 @@ def quadratic_cost(hf: HFConfig) -> float:
     pairs of its longest sequences.
     """
     settings = family_of(hf).megatron_config(hf)
-    pairs = settings["num_layers"] * settings["num_attention_heads"] * attention_width(settings)
+    layers = settings["num_layers"] - sum(settings.get("linear_attention_freq") or ())
+    pairs = layers * settings["num_attention_heads"] * attention_width(settings)
     return float(pairs / (2 * active_params(hf)))
 
 
@@ -49,6 +50,21 @@ def attention_width(settings: Mapping[str, Any]) -> int:
     if settings.get("multi_latent_attention"):
         return int(settings["qk_head_dim"] + settings["qk_pos_emb_head_dim"] + settings["v_head_dim"])
     return 2 * int(settings["kv_channels"])
+
+
+def delta_net_flops(settings: Mapping[str, Any]) -> float:
+    """Return the operations of gated delta nets per token without their projections, in a forward pass.
+
+    A state of each value head is read for the value to write and for the output, and changed by an outer product. This
+    is the recurrence; kernels compute chunks of tokens with more operations.
+    """
+    layers = sum(settings.get("linear_attention_freq") or ())
+    if not layers:
+        return 0.0
+    keys, values = (int(settings[f"linear_{kind}_head_dim"]) for kind in ("key", "value"))
+    key_heads, value_heads = (int(settings[f"linear_num_{kind}_heads"]) for kind in ("key", "value"))
+    convolved = int(settings["linear_conv_kernel_dim"]) * (2 * key_heads * keys + value_heads * values)
+    return 2.0 * layers * (3 * value_heads * keys * values + convolved)
 
 
 PEAK_FLOPS: dict[str, float] = {
@@ -151,19 +167,20 @@ def model_flops(hf: HFConfig, lora: LoraConfig | None = None, has_scalar_head: b
         if is_matrix and part_of(param) not in ("embedding", "head", "norms"):
             base += (expert_share if param.expert is not None else 1.0) * param.size
     base *= 2
+    recurrence = delta_net_flops(settings)
     has_adapters = lora is not None and lora.rank > 0
     if lora is not None and has_adapters:
         for param in adapted_weights(table, lora.target_modules):
             rows, columns = sum(tensor.shape[0] for tensor in param.hf), param.hf[0].shape[1]
             adapters += 2 * (expert_share if param.expert is not None else 1.0) * lora.rank * (rows + columns)
     head = 2.0 * (1 if has_scalar_head else int(hf["vocab_size"])) * int(settings["hidden_size"])
-    layers = int(settings["num_layers"])
+    layers = int(settings["num_layers"]) - sum(settings.get("linear_attention_freq") or ())
     per_pair = 2.0 * int(settings["num_attention_heads"]) * attention_width(settings)
     window, pattern = settings.get("window_size"), settings.get("window_attn_skip_freq")
     windowed_layers = 0 if not window else sum(pattern) if isinstance(pattern, list) else layers
     return Flops(
-        forward_per_token=base + adapters,
-        backward_per_token=(1 if has_adapters else 2) * base + 2 * adapters,
+        forward_per_token=base + recurrence + adapters,
+        backward_per_token=(1 if has_adapters else 2) * base + 2 * (recurrence + adapters),
         head_forward=head,
         head_backward=(1 if has_adapters and not has_scalar_head else 2) * head,  # a critic's head is always trained
         attention_per_pair=(layers - windowed_layers) * per_pair,

@@ -25,13 +25,13 @@ def _check(hf: HFConfig, fields: dict[str, Any] | None = None, partial_rotary: b
     config_json.require_types(hf, fields)
     config_json.require_common(hf, partial_rotary)
     blocks.require_heads(hf)
-    config_json.require_default_rope(hf)
 
 
-# Dense families: Qwen2 has biases of q, k and v, Qwen3 has norms of q and k, and Llama 3.1 scales rotary embeddings.
+def _extras(hf: HFConfig) -> Extras:
+    return Extras(rotary=blocks.rotary(hf))
 
-LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Parameters of rope_type llama3 that Megatron hard-codes."""
+
+# Dense families: Qwen2 has biases of q, k and v, and Qwen3 has norms of q and k.
 
 
 def _check_qwen3(hf: HFConfig) -> None:
@@ -40,25 +40,9 @@ def _check_qwen3(hf: HFConfig) -> None:
 
 
 def _check_llama(hf: HFConfig) -> None:
-    config_json.require_types(hf)
-    config_json.require_common(hf)
-    blocks.require_heads(hf)
+    _check(hf)
     config_json.require(hf, "attention_bias", False)
     config_json.require(hf, "mlp_bias", False)
-    options = rope_options(hf)
-    if options["rope_type"] != "llama3":
-        config_json.require_default_rope(hf)
-        return
-    for key, value in LLAMA3.items():
-        if (actual := need(options, key)) != value:
-            raise ConfigError(f"config.json: rope_type llama3 with {key}={actual} is not implemented ({value})")
-
-
-def _llama_gpt_kwargs(hf: HFConfig) -> dict[str, Any]:
-    kwargs, options = blocks.gpt_kwargs(hf), rope_options(hf)
-    if options["rope_type"] == "llama3":
-        kwargs |= dict(rope_scaling=True, rope_scaling_factor=float(need(options, "factor")))
-    return kwargs
 
 
 def _dense_family(
@@ -76,7 +60,9 @@ def _dense_family(
     def rows(hf: HFConfig, layer: int, experts: Iterable[int]) -> list[Param]:
         return blocks.gqa_params(hf, layer, bias, qk_norm) + blocks.dense_mlp(hf, layer)
 
-    return Family(architecture, model_type, check, megatron_config, _llama_gpt_kwargs, rows, lambda hf: 0, parser)
+    return Family(
+        architecture, model_type, check, megatron_config, blocks.gpt_kwargs, rows, lambda hf: 0, parser, extras=_extras
+    )
 
 
 QWEN2 = _dense_family("Qwen2ForCausalLM", "qwen2", _check, "qwen25", bias=True)
@@ -101,7 +87,7 @@ def _check_gemma2(hf: HFConfig) -> None:
     config_json.require_types(hf, _GEMMA2_FIELDS)
     blocks.require_heads(hf)
     config_json.require_common(hf, activation="gelu_pytorch_tanh", layer_types=_gemma2_layer_types(hf))
-    config_json.require_default_rope(hf)
+    config_json.require_default_rope(hf, "SGLang's Gemma 2 reads rope_theta only")
     config_json.require(hf, "hidden_activation", "gelu_pytorch_tanh")
     config_json.require(hf, "attention_bias", False)
     config_json.require(hf, "use_bidirectional_attention", None, (False,))
@@ -214,6 +200,7 @@ QWEN3_MOE = Family(
     _qwen3_moe_layer,
     _num_experts,
     tool_call_parser="qwen25",
+    extras=_extras,
 )
 
 
@@ -258,6 +245,7 @@ GLM4_MOE = Family(
     _glm4_moe_layer,
     deepseek.num_experts,
     tool_call_parser="glm45",
+    extras=_extras,
     untrained_prefixes=deepseek.untrained_prefixes,
     num_mtp_layers=deepseek.num_mtp_layers,
 )

@@ -1,6 +1,6 @@
 """Read Hugging Face safetensors folders lazily, slice by slice, and write them atomically and bitwise exactly.
 
-FP8 and INT4 matrices are dequantised to bfloat16 on reading. FP8 and INT4 folders are never written. Experts that a
+FP8 and INT4 matrices and MXFP4 experts are dequantised to bfloat16 on reading, and written in bfloat16. Experts that a
 checkpoint stacks are read and written as parts of the stack, see `family.StoredSlice`.
 
 The safetensors library needs all tensors of a file in memory and copies them. Here a tensor may be read just before it
@@ -26,10 +26,11 @@ from safetensors import SafetensorError, safe_open
 
 from megarl.config import ConfigError
 from megarl.config.strict import describe_lfs_pointer, read_json
-from megarl.models import int4
+from megarl.models import int4, mxfp4
 from megarl.models.family import StoredSlice
 from megarl.models.fp8 import SCALE_SUFFIX, dequantise, grid_shape, is_fp8
 from megarl.models.layout_algebra import Param, assemble_shard
+from megarl.models.mxfp4 import BLOCKS_SUFFIX, GROUP, SCALES_SUFFIX, is_mxfp4
 from megarl.models.registry import family_of, load_hf_config
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -147,7 +148,8 @@ class HFWeights:
 
     A matrix with FP8 block scales, or in packed INT4, is returned in bfloat16. It is listed by the name of its weight,
     and its scales are not listed. A tensor that the folder stores as a part of another, as `stored_slice` says, is read
-    by its own name, too.
+    by its own name, too. Blocks and scales of MXFP4 are one tensor, the transposed stack that a checkpoint in bfloat16
+    has instead.
     """
 
     def __init__(self, folder: Path, files: dict[str, str], stored_slice: Callable[[str], StoredSlice | None]):
@@ -160,13 +162,15 @@ class HFWeights:
         """Return the names of the tensors as stored, of INT4 matrices without the suffix."""
         packed = [name.removesuffix(int4.PACKED_SUFFIX) for name in self._files if name.endswith(int4.PACKED_SUFFIX)]
         scales = {name + SCALE_SUFFIX for name in self._files}
-        hidden = {name + suffix for name in packed for suffix in _INT4_SUFFIXES} | scales
-        return [name for name in self._files if name not in hidden] + packed
+        stacks = {name.removesuffix(BLOCKS_SUFFIX) for name in self._files if name.endswith(BLOCKS_SUFFIX)}
+        hidden = {stack + suffix for stack in stacks for suffix in (BLOCKS_SUFFIX, SCALES_SUFFIX)}
+        hidden |= {name + suffix for name in packed for suffix in _INT4_SUFFIXES} | scales
+        return [name for name in self._files if name not in hidden] + sorted(stacks) + packed
 
     def view(self, name: str) -> StoredSlice | None:
         """Return where the folder stores this tensor as a part of another one, if it does."""
         view = None if name in self._files else self._stored_slice(name)
-        return view if view is not None and view.name in self._files else None
+        return view if view is not None and (view.name in self._files or self._is_mxfp4(view.name)) else None
 
     def shape(self, name: str) -> tuple[int, ...]:
         if packed := self._packed_name(name):
@@ -174,8 +178,8 @@ class HFWeights:
             return packed_rows, words * _CODES_PER_WORD
         view = self.view(name)
         if view is None:
-            return tuple(self._slice(name).get_shape())
-        shape = tuple(self._slice(view.name).get_shape())[view.expert is not None :]
+            return self._stored_shape(name)
+        shape = self._stored_shape(view.name)[view.expert is not None :]
         rows, *columns = reversed(shape) if view.transposed else shape
         return len(range(rows)[view.rows]), *columns
 
@@ -231,7 +235,7 @@ class HFWeights:
         return weight if dim == 0 else weight[:, skipped : skipped + stop - start]
 
     def _view_slice(self, view: StoredSlice, dim: int, start: int, stop: int) -> torch.Tensor:
-        stored_shape = self._slice(view.name).get_shape()
+        stored_shape = self._stored_shape(view.name)
         is_stack, matrix = view.expert is not None, len(stored_shape) - (view.expert is not None)
         rows = range(stored_shape[-1 if view.transposed else int(is_stack)])[view.rows]
         rows = rows[start:stop] if dim == 0 else rows
@@ -241,7 +245,11 @@ class HFWeights:
         index = tuple(reversed(bounds) if view.transposed else bounds)
         if view.expert is not None:
             index = (slice(view.expert, view.expert + 1), *index)
-        values: torch.Tensor = self._read(view.name, lambda file: file.get_slice(view.name)[index])
+        values: torch.Tensor
+        if self._is_mxfp4(view.name):
+            values = self._read_mxfp4(view.name, index)
+        else:
+            values = self._read(view.name, lambda file: file.get_slice(view.name)[index])
         if is_stack:
             values = values[0]
         return (values.mT if view.transposed else values)[:: rows.step].contiguous()
@@ -261,6 +269,7 @@ class HFWeights:
         expected = {tensor.name: tensor.shape for tensor, _ in table}
         expected = {name: shape for name, shape in expected.items() if name not in optional}
         where = f"{self.folder}:"
+        self._check_mxfp4(is_mxfp4(hf))
         self._check_fp8(is_fp8(hf))
         names, views = set(self.names()), {name: view for name in expected if (view := self.view(name)) is not None}
         stored_names = {name: self._packed_name(name) or name for name in expected}
@@ -289,9 +298,7 @@ class HFWeights:
             if self.shape(name) != shape:
                 raise ConfigError(f"{where} {name} has shape {self.shape(name)}; config.json asks for {shape}")
         for name in (*stored_shapes, *parts, *(head for head in optional if head in self._files)):
-            if self._packed_name(name):
-                continue
-            if (dtype := str(self._slice(name).get_dtype())) not in FLOATS:
+            if (dtype := self._stored_dtype(name)) not in FLOATS:
                 raise ConfigError(
                     f"{where} {name} has {dtype} numbers; weights must be {', '.join(FLOATS)}; convert the model to "
                     f"bfloat16, without integers or another quantisation"
@@ -300,7 +307,7 @@ class HFWeights:
     def _check_fp8(self, promised: bool) -> None:
         """Raise ConfigError for an FP8 matrix without matching scales, or for any FP8 matrix unless `promised`."""
         for name in self.names():
-            if name not in self._files or self._slice(name).get_dtype() != "F8_E4M3":
+            if self._stored_dtype(name) != "F8_E4M3":
                 continue
             if not promised:
                 raise ConfigError(f"{self.folder}: {name} is FP8, but config.json has no quantization_config")
@@ -330,6 +337,43 @@ class HFWeights:
                 )
             if self.shape(scales) != (expected := (rows, columns // int4.GROUP)) or columns % int4.GROUP:
                 raise ConfigError(f"{self.folder}: {scales} has shape {self.shape(scales)}; {name} needs {expected}")
+
+    def _check_mxfp4(self, promised: bool) -> None:
+        """Raise ConfigError for MXFP4 blocks without matching scales, or for any unless `promised`."""
+        for blocks in [name for name in self._files if name.endswith(BLOCKS_SUFFIX)]:
+            if not promised:
+                raise ConfigError(f"{self.folder}: {blocks} is MXFP4, but config.json has no such quantization_config")
+            scales = blocks.removesuffix(BLOCKS_SUFFIX) + SCALES_SUFFIX
+            if scales not in self._files:
+                raise ConfigError(f"{self.folder}: {scales} is missing: MXFP4 blocks mean nothing without their scales")
+            *shape, width = self._slice(blocks).get_shape()
+            types = {self._slice(name).get_dtype() for name in (blocks, scales)}
+            if 2 * width != GROUP or len(shape) != 3 or self._slice(scales).get_shape() != shape or types != {"U8"}:
+                raise ConfigError(
+                    f"{self.folder}: {blocks} and its scales are not [experts, rows, columns / {GROUP}, {GROUP // 2}] "
+                    f"and [experts, rows, columns / {GROUP}] uint8"
+                )
+
+    def _is_mxfp4(self, name: str) -> bool:
+        return name + BLOCKS_SUFFIX in self._files
+
+    def _stored_shape(self, name: str) -> tuple[int, ...]:
+        if self._is_mxfp4(name):
+            experts, rows, groups, _ = self._slice(name + BLOCKS_SUFFIX).get_shape()
+            return experts, groups * GROUP, rows
+        return tuple(self._slice(name).get_shape())
+
+    def _stored_dtype(self, name: str) -> str:
+        return "BF16" if self._is_mxfp4(name) or self._packed_name(name) else str(self._slice(name).get_dtype())
+
+    def _read_mxfp4(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
+        """Return a part of a dequantised stack, [experts, columns, rows], of which only whole rows are read."""
+        experts, columns, rows = index
+        parts = [
+            self._read(file_name, lambda file, part=file_name: file.get_slice(part)[experts, rows])
+            for file_name in (name + BLOCKS_SUFFIX, name + SCALES_SUFFIX)
+        ]
+        return mxfp4.dequantise(*parts)[..., columns].mT
 
     def _tensor(self, name: str) -> torch.Tensor:
         tensor: torch.Tensor = self._read(name, lambda file: file.get_tensor(name))

@@ -8,7 +8,7 @@ dimension. Loading, export, weight sync and the dry-run plans all derive from th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Literal, NamedTuple
 
@@ -22,6 +22,7 @@ ENGINE_VOCAB_MULTIPLE = 64  # SGLang pads to a multiple of this, times TP unless
 
 FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "self_attention.in_proj.layer_norm_weight": "input_layernorm.weight",
     "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
     "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
@@ -36,6 +37,11 @@ class HFTensor(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
+
+
+def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """Return the shape of a tensor taken as a matrix: dim 0, and all others together. A vector has one column."""
+    return shape[0], prod(shape[1:])
 
 
 class Slice(NamedTuple):
@@ -108,6 +114,64 @@ class QKVSharding(Sharding):
 
 
 @dataclass(frozen=True)
+class GatedQKVSharding(Sharding):
+    """Sources q, k, v, where q has a query and a gate for each head in turn, as for Megatron's `attention_output_gate`.
+
+    Dim 0 of a shard is [queries, gates, k, v] of each of its query groups in turn.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+
+    def split(self, sources: Sequence[tuple[int, ...]], tp: int, rank: int) -> ShardSpec:
+        local = _units_per_rank(self.num_kv_heads, "num_key_value_heads", tp)
+        size, per_group = sources[1][0] // self.num_kv_heads, self.num_heads // self.num_kv_heads
+        slices: list[Slice] = []
+        for group in range(rank * local, (rank + 1) * local):
+            first_rows = [2 * size * head for head in range(group * per_group, (group + 1) * per_group)]
+            slices += [Slice(0, row, row + size) for row in first_rows]
+            slices += [Slice(0, row + size, row + 2 * size) for row in first_rows]
+            slices += [Slice(source, group * size, (group + 1) * size) for source in (1, 2)]
+        return ShardSpec(0, tuple(slices))
+
+
+class Section(NamedTuple):
+    """A part of each group of rows of HF tensor number `source`: `size` rows, from row `first + group * stride` on.
+
+    name: of the tensor for the section in Megatron's checkpoints; empty if they have the parameter in one tensor.
+    """
+
+    source: int
+    first: int
+    size: int
+    stride: int
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class SectionSharding(Sharding):
+    """Equal blocks of `num_groups` groups along dim 0. A shard is the concatenation of its part of each section.
+
+    Sections need not cover the sources, as for an engine that keeps these in several tensors.
+    """
+
+    num_groups: int
+    unit_name: str
+    sections: tuple[Section, ...]
+
+    def split(self, sources: Sequence[tuple[int, ...]], tp: int, rank: int) -> ShardSpec:
+        local = _units_per_rank(self.num_groups, self.unit_name, tp)
+        slices: list[Slice] = []
+        for source, first, size, stride, _ in self.sections:
+            starts = [first + group * stride for group in range(rank * local, (rank + 1) * local)]
+            if size == stride:  # one contiguous block
+                slices.append(Slice(source, starts[0], starts[-1] + size))
+            else:
+                slices += [Slice(source, start, start + size) for start in starts]
+        return ShardSpec(0, tuple(slices))
+
+
+@dataclass(frozen=True)
 class VocabSharding(Sharding):
     """Equal row blocks of the vocabulary padded to `VOCAB_MULTIPLE` x TP. The last ranks may hold only padding."""
 
@@ -174,6 +238,14 @@ class Param:
     expert: int | None = None  # index of its routed expert; such a parameter is on the expert grid
     dtype: torch.dtype | None = None  # fixed, whatever the model's dtype is
     is_buffer: bool = False
+    more_slots: tuple[EngineSlot, ...] = ()
+    """Further slots, if the engine keeps the parameter in several tensors, each with some of the HF tensors."""
+
+    def by_slot(self) -> list[Param]:
+        """Return this parameter once for each of its slots, with only that slot."""
+        if not self.more_slots:
+            return [self]
+        return [replace(self, slot=slot, more_slots=()) for slot in (self.slot, *self.more_slots)]
 
     @property
     def size(self) -> int:

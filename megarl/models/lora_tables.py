@@ -39,7 +39,8 @@ def adapted_weights(params: Iterable[Param], targets: Sequence[str]) -> list[Par
     These are the linear layers of attention, MLPs and experts that `targets` name, or all of them if it is empty.
     Raises ConfigError for a target that matches none.
     """
-    linear = [p for p in params if len(p.hf[0].shape) == 2 and part_of(p) in ("attention", "dense mlp", "experts")]
+    parts = ("attention", "dense mlp", "experts")
+    linear = [p for p in params if len(p.hf[0].shape) == 2 and part_of(p) in parts and p.megatron.endswith(".weight")]
     modules = [param.megatron.removesuffix(".weight").split(".") for param in linear]
     paths = [".".join(part for part in module if not part.isdigit()) for module in modules]
     for target in targets:

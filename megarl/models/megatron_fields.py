@@ -48,6 +48,7 @@ FORBIDDEN = {
     "mla_down_proj_fusion": "the weight tables have separate down projections",
     "moe_single_grouped_weight": "the weight tables have a weight per expert",
     "moe_single_grouped_bias": "the weight tables have a bias per expert",
+    "moe_mlp_glu_interleave_size": "the weight tables have the order of gate and up that checkpoints have",
     "gtp_weight_remat_size": "the weight tables do not have this split of weights",
     "expert_gtp_weight_remat_size": "the weight tables do not have this split of weights",
     "tensor_parallel_num_weight_shards": "the weight tables do not have this split of weights",
@@ -132,6 +133,16 @@ def check(settings: Mapping[str, Any], mla: bool, extras: Extras = NO_EXTRAS) ->
         )
     if extras.has_group_max_routing and settings.get("moe_router_fusion"):
         raise ConfigError("model.megatron.moe_router_fusion: the fused router does not rank groups as this model does")
+    for name in ("apply_rope_fusion", "fused_single_qkv_rope"):
+        if extras.rotary and extras.rotary.scale != 1 and settings.get(name):
+            raise ConfigError(
+                f"model.megatron.{name}: the fused kernel has no factor on cosines and sines, which is "
+                f"{extras.rotary.scale:.6g} by this model's rope_type yarn; remove it"
+            )
+    if extras.has_sinks and settings.get("cp_comm_type", "a2a") != "a2a":
+        raise ConfigError(
+            "model.megatron.cp_comm_type: Transformer Engine computes attention with sinks only with a2a; remove it"
+        )
     if extras.attention_cap and settings.get("attention_dropout"):
         raise ConfigError("model.megatron.attention_dropout is not implemented for attention with a soft cap")
 

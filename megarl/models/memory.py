@@ -20,7 +20,15 @@ from megarl.models.activation_memory import DTYPE_BYTES, layer_elements, logits_
 from megarl.models.family import HFConfig
 from megarl.models.fp8 import BLOCK, is_fp8, is_quantised
 from megarl.models.host_memory import checkpoint_copy
-from megarl.models.layout_algebra import HFTensor, Param, QKVSharding, Replicated, layer_of, local_shape
+from megarl.models.layout_algebra import (
+    GatedQKVSharding,
+    HFTensor,
+    Param,
+    QKVSharding,
+    Replicated,
+    layer_of,
+    local_shape,
+)
 from megarl.models.lora_tables import adapter_params
 from megarl.models.pipeline_stages import stage_layers
 from megarl.models.registry import family_of, num_trained_mtp
@@ -28,6 +36,8 @@ from megarl.parallel.placement import placement_of, role_config
 from megarl.types.requirements import Requirements
 
 REWARD_WEIGHTS = "reward model weights"
+STATES_PER_REQUEST = 5
+"""States of delta nets that SGLang holds per running request: its own, and those of prefixes in the radix cache."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +144,9 @@ def plan_memory(
         drafts = bool(rollout.num_speculative_tokens)
         engine["engine weights"] = engine_bytes(hf, rollout.tp, size, drafts)
         engine["engine KV cache"] = cached * kv_elements(hf, rollout.tp, drafts) * size
+        if request_states := state_bytes_of_delta_nets(hf, rollout.tp, size):
+            slots = int(rollout.sglang.get("max_mamba_cache_size") or STATES_PER_REQUEST * rollout.concurrency)
+            engine["engine states"] = slots * request_states
     lead_stages: Sequence[InferenceStage | TrainedStage] = inference.get(lead) or trained.get(lead) or ()
     layers = [stage.layers for stage in lead_stages] or [()]
     computes = trained or local_roles & inference.keys() - {"reward"}
@@ -353,7 +366,7 @@ def engine_bytes(hf: HFConfig, tp: int, size: int, drafts: bool = False) -> int:
     for param, count in unique_params(hf, drafts):
         if isinstance(param.sharding, Replicated) and param.expert is None:
             elements = param.size
-        elif isinstance(param.sharding, QKVSharding):
+        elif isinstance(param.sharding, QKVSharding | GatedQKVSharding):
             q, k, v = (prod(tensor.shape) for tensor in param.hf)
             elements = q // tp + (k + v) // min(tp, param.sharding.num_kv_heads)
         else:
@@ -374,7 +387,18 @@ def kv_elements(hf: HFConfig, tp: int, drafts: bool = False) -> int:
     layers = int(settings["num_layers"]) + (family.num_mtp_layers(hf) if drafts else 0)
     if settings.get("multi_latent_attention"):
         return layers * (int(settings["kv_lora_rank"]) + int(settings["qk_pos_emb_head_dim"]))
+    layers -= sum(settings.get("linear_attention_freq") or ())
     return 2 * layers * max(1, int(settings["num_query_groups"]) // tp) * int(settings["kv_channels"])
+
+
+def state_bytes_of_delta_nets(hf: HFConfig, tp: int, size: int) -> int:
+    """Return the bytes of a request's states on one engine rank: in FP32, and the last inputs of the convolutions."""
+    settings = family_of(hf).megatron_config(hf)
+    keys, values = (int(settings.get(f"linear_num_{kind}_heads") or 0) for kind in ("key", "value"))
+    key_size, value_size = (int(settings.get(f"linear_{kind}_head_dim") or 0) for kind in ("key", "value"))
+    inputs = (int(settings.get("linear_conv_kernel_dim") or 1) - 1) * (2 * keys * key_size + values * value_size)
+    layers = sum(settings.get("linear_attention_freq") or ())
+    return layers * (4 * values * key_size * value_size + size * inputs) // tp
 
 
 def sync_staging_bytes(bucket: int, weights: int, engine: int) -> int:

@@ -6,13 +6,21 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import Config, ConfigError, plugins, strict
-from megarl.models import deepseek, gqa
+from megarl.models import deepseek, gpt_oss, gqa, qwen3_next
 from megarl.models.config_json import need
 from megarl.models.family import CAUSAL_LM, CLASSIFIER, Family, HFConfig
 from megarl.models.layout_algebra import Param
 
 _DENSE = (gqa.QWEN2, gqa.QWEN3, gqa.LLAMA, gqa.GEMMA2)
-_MOE = (gqa.QWEN3_MOE, deepseek.V2, deepseek.V3, gqa.GLM4_MOE)
+_MOE = (
+    gqa.QWEN3_MOE,
+    deepseek.V2,
+    deepseek.V3,
+    gqa.GLM4_MOE,
+    gpt_oss.GPT_OSS,
+    qwen3_next.QWEN3_NEXT,
+    qwen3_next.QWEN3_5_MOE,
+)
 FAMILIES: dict[str, Family] = {family.architecture: family for family in _DENSE + _MOE}
 
 ENTRY_POINT_GROUP = "megarl.families"  # of families of other packages, each named by its architecture

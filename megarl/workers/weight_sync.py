@@ -23,6 +23,7 @@ from megarl.reshard.plan.layout import (
     find_layout_problems,
     find_nonfinite,
     find_shard_problems,
+    is_shared_expert,
     plan_digest,
 )
 from megarl.reshard.run.executor import Executor, WeightSyncError, is_fully_verified
@@ -54,7 +55,8 @@ class WeightSync:
         self.collect = gather_payloads
         family = family_of(hf)
         self.num_experts = family.num_experts(hf)
-        self.params: list[Param] = family.params(hf, 1, mtp=num_trained_mtp(hf, config) > 0)
+        rows = family.params(hf, 1, mtp=num_trained_mtp(hf, config) > 0)
+        self.params: list[Param] = [part for row in rows for part in row.by_slot()]
         self.train_ranks, self.engine_ranks = train_ranks, engine_ranks
         self.plan = build_plan(hf, config, engine_layout(config), train_ranks, engine_ranks)
         self.member_ranks = self.plan.rank_map.participants
@@ -215,8 +217,8 @@ class WeightSync:
         if sender.errors:
             return [], False
         layout = self.plan.engine
-        has_shared_experts = any(param.slot and ".shared_experts." in param.slot.name for param in self.params)
-        fuses = has_shared_experts and not any(".shared_experts." in name for name in tensors)
+        has_shared_experts = any(param.slot and is_shared_expert(param.slot.name) for param in self.params)
+        fuses = has_shared_experts and not any(map(is_shared_expert, tensors))
         if fuses:
             layout = replace(layout, fuse_shared=True)  # SGLang's decision, the same on all ranks
         assert self.engine_rank is not None

@@ -694,6 +694,7 @@ def test_cluster_recipes_fit_their_gpus() -> None:
         ("deepseek_v3_671b_256", 141, []),
         ("qwen3_235b", 80, []),
         ("qwen3_30b_a3b", 80, []),
+        ("gpt_oss_20b", 80, []),
         ("qwen2.5_7b", 80, []),
         ("qwen2.5_7b", 80, ["algorithm=ppo", "parallel.tp=4"]),
         ("ppo_gsm8k", 40, []),

@@ -63,6 +63,9 @@ def glm4_moe_with_mtp(seed: int) -> PreTrainedModel:
         (tiny_models.deepseek_v2, EngineLayout(2)),
         (glm4_moe_with_mtp, EngineLayout(2, ep=2, draft=True)),
         (tiny_models.kimi_k2, EngineLayout(2, ep=2)),
+        (tiny_models.gpt_oss, EngineLayout(2)),
+        (tiny_models.qwen3_next, EngineLayout(2)),
+        (tiny_models.qwen3_5_moe, EngineLayout(2, ep=2)),
     ],
     ids=[
         "qwen2-tp2",
@@ -73,6 +76,9 @@ def glm4_moe_with_mtp(seed: int) -> PreTrainedModel:
         "deepseek_v2-tp2",
         "glm4_moe-tp2-ep2-draft",
         "kimi_k2-tp2-ep2",
+        "gpt_oss-tp2",
+        "qwen3_next-tp2",
+        "qwen3_5_moe-tp2-ep2",
     ],
 )
 def test_families_on_two_ranks(

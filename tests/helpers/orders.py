@@ -10,12 +10,12 @@ import tiny_models
 import torch
 from compare import assert_matches_transformers
 from engines import RunningEngine
-from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from megarl.engine.sglang_engine import Engine, allocate
 from megarl.engine.weight_sender import OrderBuffer
-from megarl.models.layout_algebra import Param
+from megarl.models.hf_folder import open_hf
+from megarl.models.layout_algebra import Param, matrix_shape
 from megarl.models.registry import family_of, load_hf_config
 from megarl.reshard.plan.layout import EngineLayout, engine_shapes
 from megarl.reshard.run.checksum import device_hash
@@ -30,13 +30,17 @@ def check_orders(running: RunningEngine, layout: EngineLayout, new: PreTrainedMo
 def overwrite_weights(engine: Engine, layout: EngineLayout, folder: Path, version: int) -> None:
     """Replace all weights of an engine, and of its draft model if `layout` has one, by those of an HF folder. Check
     that the engine has exactly the tensors of the table."""
-    hf, tensors = load_hf_config(folder), load_file(folder / "model.safetensors")
+    hf, weights = load_hf_config(folder), open_hf(folder)
     family = family_of(hf)
     experts = family.num_experts(hf)
-    engine.begin_update()
-    _write(engine, layout, family.params(hf, 1), tensors, experts)
+    params, drafts = family.params(hf, 1), []
     if layout.draft:
-        _write(engine, layout, family.layer(hf, hf["num_hidden_layers"], range(experts)), tensors, experts, draft=True)
+        drafts = family.layer(hf, hf["num_hidden_layers"], range(experts))
+    tensors = {tensor.name: weights.get(tensor.name) for param in (*params, *drafts) for tensor in param.hf}
+    engine.begin_update()
+    _write(engine, layout, params, tensors, experts)
+    if layout.draft:
+        _write(engine, layout, drafts, tensors, experts, draft=True)
     engine.end_update(version)
 
 
@@ -55,7 +59,8 @@ def _write(
     for position, tensors_of_rank in enumerate(descriptions):
         assert shared <= tensors_of_rank.keys()
         shapes = {name: tuple(shape) for name, (_, shape) in tensors_of_rank.items() if name not in shared}
-        assert shapes == engine_shapes(params, layout, position, experts)
+        rows = [part for row in params for part in row.by_slot()]
+        assert shapes == engine_shapes(rows, layout, position, experts)
     writes = [make_write_order(params, layout, p, tensors, descriptions[p], experts) for p in range(layout.tp)]
     engine.call_loader([box.make_payload(*write) for box, write in zip(order_buffers, writes, strict=True)], draft)
     assert [box.read_answer() for box in order_buffers] == [{"wrong": []}] * layout.tp
@@ -87,7 +92,7 @@ def make_write_order(
         return start
 
     dtypes = {}
-    for param in params:
+    for param in (part for row in params for part in row.by_slot()):
         engine_slot = engine.slot_of(param)
         assert engine_slot is not None
         dtypes[engine_slot.name] = descriptions[engine_slot.name][0]
@@ -96,7 +101,7 @@ def make_write_order(
                 box = tensors[param.hf[source].name].narrow(dim, start, stop - start)
                 box = box.to(getattr(torch, dtypes[engine_slot.name]))
                 r0, c0 = (offset, 0) if dim == 0 else (0, offset)
-                r1, c1 = r0 + box.shape[0], c0 + (box.shape[1] if box.dim() == 2 else 1)
+                r1, c1 = r0 + box.shape[0], c0 + matrix_shape(box.shape)[1]
                 offsets = add(box), add(torch.tensor([device_hash(box)]))
                 stacked = index if engine_slot.grid == "expert" else -1
                 slices.append([engine_slot.name, stacked, r0, r1, c0, c1, *offsets])

@@ -91,7 +91,7 @@ KIMI_THINKING = (
         "{{ m.content or '' }}",
     )
 )
-# Takes a result's call from the message before it, and rejects a result without a call.
+# Several messages in a turn. Takes a result's call from the message before it, and rejects a result without a call.
 HARMONY = (
     "{% for m in messages %}{% if m.role == 'tool' %}"
     "{% if not loop.previtem.tool_calls %}{{ raise_exception('a result without a call before it') }}{% endif %}"
@@ -115,7 +115,7 @@ PYTHONIC = (
 
 THINK = ("<think>", "</think>")
 _DEEPSEEK = PUBLISHED["deepseek"].control
-_HARMONY = ("<|return|>", "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>")
+_HARMONY = ("<|return|>", "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>", "<|constrain|>")
 _GEMMA = ("<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>")
 
 
@@ -135,8 +135,18 @@ REASONING = {
 OTHER_FORMATS = {
     "qwen3 coder": _make_format(QWEN3_CODER, PUBLISHED["qwen"].control, "qwen3_coder"),
     "pythonic": _make_format(PYTHONIC, _GEMMA, "pythonic"),
+    "harmony": _make_format(HARMONY, _HARMONY, "gpt-oss"),
 }
-WITHOUT_RESULTS = _make_format(HARMONY, _HARMONY, "gpt-oss")
+WITHOUT_RESULTS = _make_format(
+    QWEN.replace(
+        "{% if m.role == 'tool' %}",
+        "{% if m.role == 'tool' %}{% if not loop.previtem.tool_calls %}"
+        "{{ raise_exception('a result without a call before it') }}{% endif %}",
+        1,
+    ),
+    PUBLISHED["qwen"].control,
+    "qwen25",
+)
 
 
 def reasoning_tokenizer(family: ChatFormat) -> object:

@@ -22,16 +22,22 @@ from transformers import (
     Gemma2ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 # A short version of Qwen's chat format with its tool section.
@@ -261,6 +267,51 @@ def glm4_moe(seed: int = 0, **changes: Any) -> PreTrainedModel:
         "num_nextn_predict_layers": 0,
     }
     return randomize(Glm4MoeForCausalLM(Glm4MoeConfig(**(settings | changes))), seed)
+
+
+def gpt_oss(seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """With windows and an original context shorter than the prompts of the tests, and with clamps that matter."""
+    yarn = {
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 32,
+        "beta_fast": 2.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+    }
+    settings = {name: value for name, value in _common(2).items() if name != "moe_intermediate_size"} | {
+        "head_dim": 16,
+        "intermediate_size": 32,
+        "num_local_experts": 8,
+        "sliding_window": 6,
+        "swiglu_limit": 0.7,
+        "rope_parameters": yarn,
+    }
+    return randomize(GptOssForCausalLM(GptOssConfig(**(settings | changes))), seed)
+
+
+DELTA_NET: dict[str, Any] = {
+    "head_dim": 32,
+    "full_attention_interval": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "num_experts": 8,
+    "shared_expert_intermediate_size": 32,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+}
+
+
+def qwen3_next(seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A gated delta net, then gated attention. Weights of most norms are around 1 + 1."""
+    return randomize(Qwen3NextForCausalLM(Qwen3NextConfig(**(_common(2) | DELTA_NET | changes))), seed)
+
+
+def qwen3_5_moe(seed: int = 0, **changes: Any) -> PreTrainedModel:
+    settings = {name: value for name, value in _common(2).items() if name != "intermediate_size"} | DELTA_NET
+    return randomize(Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**(settings | changes))), seed)
 
 
 def save(model: PreTrainedModel, folder: Path) -> Path:

@@ -234,7 +234,7 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
 
     if family == "qwen3_moe" and role == "actor":
         result |= aux_losses(layout, weights)
-    if role == "actor" and family in ("qwen3_moe", "deepseek_v3", "deepseek_v2"):
+    if role == "actor" and family in ("qwen3_moe", "deepseek_v3", "deepseek_v2", "gpt_oss"):
         uneven = {name: value for name, value in megatron.items() if not name.startswith("recompute")}
         actual = replay.check(
             family, layout, uneven, RANKS, lambda model: gather(model, shard_of_gradient(model), True)

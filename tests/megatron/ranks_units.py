@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -292,14 +294,14 @@ def capped_attention() -> dict[str, float]:
     """Compare output and gradients with fp64, with and without a window, for all queries and for the last ones."""
     from megatron.core.transformer.enums import AttnMaskType
 
-    from megarl.megatron import model_layers
+    from megarl.cpu import megatron_modules
     from megarl.megatron.build import transformer_config
 
     settings = transformer_config(tiny.HF["gemma2"], tiny.config())
-    model_layers.QUERIES_AT_ONCE, all_at_once = 4, model_layers.QUERIES_AT_ONCE
+    megatron_modules.QUERIES_AT_ONCE, all_at_once = 4, megatron_modules.QUERIES_AT_ONCE
     generator, keys, result = torch.Generator().manual_seed(0), 19, {}
     for layer, queries in ((1, 19), (2, 19), (1, 7), (2, 7)):
-        core = model_layers.CappedAttention(
+        core = megatron_modules.PackedAttention(
             settings, layer, AttnMaskType.causal, "self", softmax_scale=12**-0.5, cap=1.5
         )
         inputs = [
@@ -321,7 +323,7 @@ def capped_attention() -> dict[str, float]:
         (expected * direction).sum().backward()
         gaps = [actual - expected, *(x.grad - y.grad for x, y in zip(inputs, exact, strict=True))]  # type: ignore[operator]
         result[f"layer {layer}, {queries} queries"] = max(float(gap.detach().abs().max()) for gap in gaps)
-    model_layers.QUERIES_AT_ONCE = all_at_once
+    megatron_modules.QUERIES_AT_ONCE = all_at_once
     return result
 
 
@@ -332,6 +334,43 @@ def scaled_embedding() -> float:
     tokens = torch.tensor([[3, 4, 5]])
     expected = embedding.word_embeddings.weight[tokens[0]].float() * 5.65625
     return float((embedding(tokens, tokens)[:, 0] - expected.bfloat16()).abs().max())
+
+
+def recomputed_output() -> dict[str, Any]:
+    """Compare gradients with a discarded and recomputed output, of which later layers keep views, with plain ones."""
+    from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+
+    generator = torch.Generator().manual_seed(5)
+    values = [torch.randn(*shape, generator=generator) for shape in ((6, 8), (3, 8), (3, 4), (6, 7))]
+
+    def activation(x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x) * x
+
+    def run(discard: bool) -> tuple[list[torch.Tensor], list[int], torch.Tensor]:
+        x, first, second, pull = (value.clone().requires_grad_() for value in values)
+        checkpoint = CheckpointWithoutOutput()
+        hidden = checkpoint.checkpoint(activation, x) if discard else activation(x)
+        top, bottom = hidden.view(2, 3, 8).unbind()
+        halves = torch.nn.functional.linear(top.reshape(6, 4), second)  # keeps a view of the output
+        whole = torch.nn.functional.linear(torch.cat([top, bottom]), first)  # keeps a copy
+        product = hidden[:, 1:] * pull  # keeps a view with an offset
+        result = halves.sum() + whole.square().sum() + product.square().sum()
+        sizes = [hidden.untyped_storage().size()]
+        if discard:
+            checkpoint.discard_output_and_register_recompute(result)
+            sizes.append(hidden.untyped_storage().size())
+        result.backward()
+        sizes.append(hidden.untyped_storage().size())
+        gradients = [leaf.grad for leaf in (x, first, second, pull) if leaf.grad is not None]
+        return gradients, sizes, hidden.detach()
+
+    plain, _, expected = run(False)
+    gradients, sizes, hidden = run(True)
+    return {
+        "sizes": sizes,
+        "values": torch.equal(hidden, expected),
+        "gradients": [torch.equal(a, b) for a, b in zip(gradients, plain, strict=True)],
+    }
 
 
 def unwrapped(model: Any) -> Any:
@@ -383,6 +422,42 @@ def build(family: str, role: str = "actor", updates: int = 10, **sections: Any) 
 
     model.load_shards(get)
     return model
+
+
+def packed_rope() -> dict[str, bool]:
+    """Return whether every context parallel rank's rotation of a pack equals that of its sequences, one by one."""
+    from megatron.core.models.common.embeddings import rope_utils
+
+    options = dict(rotary_interleaved=False, mla_rotary_interleaved=True, mscale=1.3)
+    result = {}
+    for cp in (1, 2, 4):
+        lengths = [8 * cp, 0, 16 * cp, 2 * cp]
+        total, starts = sum(lengths), torch.tensor([0, *lengths]).cumsum(0)
+        x = torch.randn(total, 3, 8)
+        for angles in (torch.randn(max(lengths) + 5, 1, 1, 6), torch.randn(total, 1, 1, 6)):
+            by_token = len(angles) == total
+            parts: list[list[torch.Tensor]] = [[] for _ in range(2 * cp)]
+            raw: list[list[torch.Tensor]] = [[] for _ in range(2 * cp)]
+            for start, length in zip(starts.tolist(), lengths, strict=False):
+                own = angles[start : start + length] if by_token else angles[:length]
+                sequence = x[start : start + length]
+                rotated = rope_utils._apply_rotary_pos_emb_bshd(sequence[:, None], own, **options)[:, 0]
+                for part, (a, b) in enumerate(
+                    zip(rotated.tensor_split(2 * cp), sequence.tensor_split(2 * cp), strict=True)
+                ):
+                    parts[part].append(a)
+                    raw[part].append(b)
+            is_equal = True
+            for rank in range(cp):
+                local, expected = (
+                    torch.cat([half for pair in zip(p[rank], p[2 * cp - 1 - rank], strict=True) for half in pair])
+                    for p in (raw, parts)
+                )
+                group = SimpleNamespace(size=lambda cp=cp: cp, rank=lambda rank=rank: rank)
+                actual = rope_utils._apply_rotary_pos_emb_thd(local, starts, angles, **options, cp_group=group)
+                is_equal &= torch.equal(actual, expected)
+            result[f"cp={cp}, {'tokens' if by_token else 'positions'}"] = is_equal
+    return result
 
 
 def replayed_routing() -> dict[str, Any]:
@@ -514,7 +589,7 @@ def absent_config_keys() -> dict[str, float]:
     from megarl.models.config_json import DEFAULTS
 
     larger = {"deepseek_v3": {"num_hidden_layers": 4, "n_routed_experts": 32, "num_experts_per_tok": 8}}
-    families = ("qwen2", "qwen3", "llama", "gemma2", "qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3")
+    families = ("qwen2", "qwen3", "llama", "gemma2", "qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3", "gpt_oss")
     cases = {family: (family, tuple(DEFAULTS[family.replace("_", "")]), larger.get(family, {})) for family in families}
     cases["deepseek_v2"] = ("deepseek_v2", cases["deepseek_v2"][1], {"num_experts_per_tok": 3})
     for key in ("n_group", "topk_group", "routed_scaling_factor"):
@@ -783,7 +858,6 @@ def roles_before_run() -> Any:
 
 def zero_spread_alarms() -> list[str]:
     """Return the alarms of a flow over steps in which no prompt has responses with different rewards."""
-    from types import SimpleNamespace
 
     from megarl.config import from_dict
     from megarl.controllers.controller import StepResult, load_requirements
@@ -811,14 +885,19 @@ def zero_spread_alarms() -> list[str]:
 
 
 CHECKS: list[Callable[[], Any]] = [
-    platform, names, logprobs, micro_batch, attention, capped_attention, scaled_embedding, replayed_routing,
-    routing_by_role, config_errors, hf_folders, absent_config_keys, bf16_training, schedule, critic, aux_losses,
-    training, engine_calls, generation_numbers, weight_checks, empty_batch, aborted_rewards, set_placement,
-    loss_columns, roles_before_run, zero_spread_alarms,
+    platform, names, packed_rope, logprobs, micro_batch, attention, capped_attention, scaled_embedding,
+    recomputed_output, replayed_routing, routing_by_role, config_errors, hf_folders, absent_config_keys, bf16_training,
+    schedule, critic, aux_losses, training, engine_calls, generation_numbers, weight_checks, empty_batch,
+    aborted_rewards, set_placement, loss_columns, roles_before_run, zero_spread_alarms,
     sampling_masks.masked_logprobs, sampling_masks.masked_micro_batch,
 ]  # fmt: skip
 
 if __name__ == "__main__":
     RANKS = parallel_ranks.initialize(tiny.config().parallel, timeout_s=120)
-    print("RESULT " + json.dumps({check.__name__: check() for check in CHECKS}))
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(f"{record.name}: {record.getMessage()}")  # type: ignore[method-assign]
+    logging.getLogger("megatron").addHandler(handler)
+    results = {check.__name__: check() for check in CHECKS}
+    print("RESULT " + json.dumps(results | {"megatron_log": messages}))
     parallel_ranks.shutdown()

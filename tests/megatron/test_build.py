@@ -31,3 +31,8 @@ def test_refuses_invalid_config_with_remedy(units: dict[str, Any], case: str, wo
 
 def test_accepts_megatron_fields(units: dict[str, Any]) -> None:
     assert units["config_errors"]["accepted"] == "no error"
+
+
+def test_megatron_logs_no_advice(units: dict[str, Any]) -> None:
+    """Models are built, trained and saved without the warnings that Megatron-Core logs for trainers' authors."""
+    assert units["megatron_log"] == []

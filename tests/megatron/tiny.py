@@ -88,9 +88,9 @@ HF: dict[str, dict[str, Any]] = {
             rope_type="llama3",
             rope_theta=500000.0,
             factor=8.0,
-            low_freq_factor=1.0,
-            high_freq_factor=4.0,
-            original_max_position_embeddings=8192,
+            low_freq_factor=0.5,
+            high_freq_factor=3.0,
+            original_max_position_embeddings=12,  # sequences are longer
         ),
     ),
     "gemma2": dict(
@@ -109,7 +109,7 @@ HF: dict[str, dict[str, Any]] = {
     "qwen2": dict(COMMON, architectures=["Qwen2ForCausalLM"], tie_word_embeddings=True, rope_theta=10000.0),
 }
 
-# These families share a table: Llama with multi-head attention and plain RoPE, and V3 with YaRN and its own scale.
+# These families share a table: Llama with multi-head attention, and V3 with YaRN and its own scale.
 HF["deepseek_llm"] = dict(COMMON, architectures=["LlamaForCausalLM"], tie_word_embeddings=False, rope_theta=10000.0)
 HF["deepseek_llm"]["num_key_value_heads"] = COMMON["num_attention_heads"]
 HF["kimi_k2"] = HF["deepseek_v3"] | dict(
@@ -125,8 +125,59 @@ HF["kimi_k2"] = HF["deepseek_v3"] | dict(
         mscale_all_dim=1.0,
     ),
 )
+HF["gpt_oss"] = dict(
+    COMMON,
+    architectures=["GptOssForCausalLM"],
+    head_dim=16,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    sliding_window=6,
+    swiglu_limit=0.4,  # low, so that the clamps matter
+    tie_word_embeddings=False,
+    rope_parameters=dict(
+        rope_type="yarn",
+        rope_theta=150000.0,
+        factor=8.0,
+        original_max_position_embeddings=32,
+        beta_fast=2.0,
+        beta_slow=1.0,
+        truncate=False,
+    ),
+)
+HF["qwen3_next"] = dict(
+    COMMON,
+    architectures=["Qwen3NextForCausalLM"],
+    head_dim=16,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=24,
+    shared_expert_intermediate_size=24,
+    norm_topk_prob=True,
+    decoder_sparse_step=1,
+    mlp_only_layers=[],
+    full_attention_interval=2,
+    partial_rotary_factor=0.5,
+    linear_conv_kernel_dim=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+    linear_num_key_heads=4,
+    linear_num_value_heads=8,
+    tie_word_embeddings=False,
+    rope_theta=10000.0,
+)
+HF["qwen3_5_moe"] = {
+    key: value
+    for key, value in HF["qwen3_next"].items()
+    if key not in ("intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
+} | dict(architectures=["Qwen3_5MoeForCausalLM"])
 HF["deepseek_v3_mtp"] = HF["deepseek_v3"] | dict(num_nextn_predict_layers=2)
 HF["glm4_moe_mtp"] = HF["glm4_moe"] | dict(num_nextn_predict_layers=1)
+
+# Scaled rotary embeddings, whose sequences here are longer than the original length.
+YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=16.0, original_max_position_embeddings=12, beta_fast=2.0)
+HF["qwen3_yarn"] = HF["qwen3"] | dict(rope_parameters=YARN | dict(truncate=False, mscale=1.0, mscale_all_dim=0.5))
+HF["glm4_moe_mtp"]["rope_parameters"] = YARN
+HF["deepseek_llm"]["rope_parameters"] = dict(rope_type="linear", rope_theta=10000.0, factor=4.0)
 
 AUX_LOSSES = dict(moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.5, moe_z_loss_coeff=0.1)
 
@@ -136,7 +187,7 @@ def hf_model(family: str) -> Any:
     import transformers
 
     values = {name: value for name, value in HF[family].items() if name != "architectures"}
-    config = getattr(transformers, HF[family]["architectures"][0].replace("ForCausalLM", "Config"))(**values)
+    config = getattr(transformers, HF[family]["architectures"][0]).config_class(**values)
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     model = getattr(transformers, HF[family]["architectures"][0])(config).float().eval()
@@ -147,7 +198,7 @@ def hf_model(family: str) -> Any:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if "norm" in name or name.endswith("bias"):
+            if "norm" in name or name.endswith(("bias", "sinks")):
                 tensor.add_(0.1 * torch.randn(tensor.shape, generator=generator))
     return model
 
@@ -161,7 +212,12 @@ def split_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Split transformers' stacked experts into one tensor each."""
     result: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
-        if name.endswith("experts.gate_up_proj"):
+        matrix = name.removesuffix("_bias")
+        if "experts." in name and f"{matrix}_bias" in tensors:  # gpt-oss, with gate and up in turn, and transposed
+            for e, part in enumerate(tensor):
+                expert = matrix.replace("experts.", f"experts.{e}.")
+                result[f"{expert}.weight" if name == matrix else f"{expert}.bias"] = part.T if name == matrix else part
+        elif name.endswith("experts.gate_up_proj"):
             for e, (gate, up) in enumerate(part.chunk(2) for part in tensor):
                 result[name.replace("gate_up_proj", f"{e}.gate_proj.weight")] = gate
                 result[name.replace("gate_up_proj", f"{e}.up_proj.weight")] = up

@@ -45,7 +45,8 @@ SCALED = [
     {},
     {"mscale": 1.0, "mscale_all_dim": 1.0},  # DeepSeek-V3
     {"mscale": 1.0, "mscale_all_dim": 0.7},
-    {"mscale": 0.5},  # ignored by transformers without mscale_all_dim
+    {"mscale": 1.0},  # ignored by transformers without mscale_all_dim
+    {"attention_factor": 1.3688879454113937},  # what both would compute
     {"mscale": 0.7, "mscale_all_dim": 0.7, "beta_fast": 16, "beta_slow": 2},
     {
         "mscale": 1.0,
@@ -84,7 +85,7 @@ def rotary(rope_parameters: dict[str, Any]) -> tuple[float, float]:
         scaled_rope = RotaryEmbedding(64, 1.0, rotary_base=values["rotary_base"], use_cpu_initialization=True)
         frequencies, scale = scaled_rope.get_emb(300), 1.0
     rotated = _apply_rotary_pos_emb_bshd(
-        x, frequencies, values["rotary_interleaved"], multi_latent_attention=True, mscale=scale
+        x, frequencies, values["rotary_interleaved"], mla_rotary_interleaved=True, mscale=scale
     )
     mscale = _yarn_get_mscale(values["rotary_scaling_factor"], values["mscale_all_dim"])
     softmax_scale = mscale * mscale / math.sqrt(32 + 64)  # as MultiLatentAttention computes it

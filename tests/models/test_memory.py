@@ -82,6 +82,8 @@ def stage_counts(hf: dict[str, Any], head: bool = False, **sizes: int) -> list[E
         ),  # without the MTP layer, and with 58 router biases that the published count omits
         ("qwen3_235b.json", 235_093_634_560),
         ("qwen3_30b_a3b.json", 30_532_122_624),
+        ("gpt_oss_20b.json", 20_914_757_184),
+        ("gpt_oss_120b.json", 116_829_156_672),
         ("qwen2.5_7b.json", 7_615_616_512),
         ("qwen2.5_0.5b.json", 494_032_768),
     ],

@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 
 from megarl.config import ConfigError
+from megarl.models.hf_folder import open_hf
 from megarl.models.registry import FAMILIES, family_of, load_hf_config, param_count
 
 pytestmark = pytest.mark.alone
@@ -53,6 +54,11 @@ YARN = {
     "mscale_all_dim": 0.7,
     "original_max_position_embeddings": 32,
 }
+HARMONIC = {  # gpt-oss's options
+    "sliding_window": 16,
+    "rope_parameters": {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 2.0, "truncate": False}
+    | {"original_max_position_embeddings": 32},
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -92,6 +98,7 @@ MODELS = {
     "qwen3_moe": ("Qwen3Moe", MOE | {"head_dim": 8, "num_experts": 4}),
     "glm4_moe": ("Glm4Moe", GLM),
     "glm4_moe with norms": ("Glm4Moe", GLM | {"attention_bias": False, "use_qk_norm": True}),
+    "gpt_oss": ("GptOss", SMALL | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2} | HARMONIC),
     "deepseek_v2": ("DeepseekV2", V2),
     "deepseek_v2 without q_lora": ("DeepseekV2", V2 | {"q_lora_rank": None, "rope_parameters": YARN}),
     "deepseek_v2 with groups": ("DeepseekV2", V2 | GROUPS),
@@ -115,10 +122,14 @@ def test_table_lists_the_tensors_that_transformers_writes(name: str, tmp_path: P
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
         written = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}
     hf = load_hf_config(tmp_path)  # as transformers 5 writes it
-    names = [tensor for param in family_of(hf).params(hf, 1) for tensor in param.hf]
-    assert len(names) == len(written)
-    assert {tensor.name: tensor.shape for tensor in names} == written
-    if "experts" in str(written):
+    tensors = [tensor for param in family_of(hf).params(hf, 1) for tensor in param.hf]
+    weights = open_hf(tmp_path)
+    weights.check(hf)  # also the shapes of stacks
+    views = {tensor.name: weights.view(tensor.name) for tensor in tensors}
+    names = [tensor.name if (view := views[tensor.name]) is None else view.name for tensor in tensors]
+    assert set(names) == written.keys()
+    assert {tensor.name: tensor.shape for tensor in tensors if views[tensor.name] is None}.items() <= written.items()
+    if "experts" in str(written) and not any(views.values()):
         assert written["model.layers.1.mlp.experts.3.gate_proj.weight"] == (8, 16)  # one tensor per expert, not stacked
     # The config that we write by hand in these tests means the same model.
     assert family_of(hf).params(hf, 2) == family_of(hf_of(name)).params(hf_of(name), 2)
@@ -394,7 +405,23 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3", "a
     [
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True"),
         ("qwen2", {"layer_types": ["sliding_attention"]}, "layer_types with 'sliding_attention'"),
-        ("qwen2", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type='yarn'"),
+        (
+            "qwen2",
+            {"rope_scaling": {"type": "dynamic", "factor": 4.0}},
+            "rope_type='dynamic' is not .*: in transformers",
+        ),
+        (
+            "qwen2",
+            {"rope_scaling": {"type": "longrope", "long_factor": [1.0]}},
+            "rope_type='longrope' is not .* length",
+        ),
+        (
+            "qwen2",
+            {"rope_scaling": {"type": "mrope", "factor": 4.0}},
+            r"rope_type='mrope' is not .*\(implemented: default",
+        ),
+        ("qwen2", {"rope_scaling": {"type": "linear", "factor": 4}}, "SGLang does not accept; write 4.0"),
+        ("qwen2", {"rope_parameters": YARN | {"rope_theta": 1.0}}, "rope_theta=1: it must be above 1"),
         ("qwen2", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ("qwen2", {"attention_dropout": 0.1}, "attention_dropout=0.1"),
         ("qwen2", {"quantization_config": {"quant_method": "awq"}}, "quantization_config with quant_method='awq'"),
@@ -402,8 +429,18 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3", "a
         ("qwen2", {"hidden_size": None}, "has no hidden_size"),
         ("qwen3", {"attention_bias": True}, "attention_bias=True"),
         ("llama", {"mlp_bias": True}, "mlp_bias=True"),
-        ("llama", {"rope_parameters": LLAMA3 | {"high_freq_factor": 2.0}}, "high_freq_factor=2.0"),
-        ("llama", {"rope_parameters": LLAMA3 | {"rope_type": "yarn"}}, "rope_type='yarn'"),
+        (
+            "llama",
+            {"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}},
+            "low_freq_factor=1 not below high_freq_factor",
+        ),
+        (
+            "llama",
+            {"rope_parameters": YARN | {"attention_factor": 1.5}},
+            "attention_factor=1.5 and .* by 1.5, SGLang by ",
+        ),
+        ("llama", {"rope_parameters": YARN | {"mscale": 0.0}}, "mscale=0 and mscale_all_dim=0.7 is not implemented"),
+        ("llama", {"rope_parameters": YARN | {"beta_fast": None}}, "has no rope_parameters.beta_fast: it is null"),
         ("gemma2", {"layer_types": ["full_attention"] * 3}, "layer_types=.'full_attention'"),
         ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation='gelu'"),
         ("gemma2", {"hidden_act": "silu"}, "hidden_act='silu'"),
@@ -415,11 +452,15 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3", "a
         ("gemma2", {"attention_bias": True}, "attention_bias=True"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
         ("gemma2", {"tie_word_embeddings": False}, "tie_word_embeddings=False"),
-        ("gemma2", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type='yarn'"),
+        (
+            "gemma2",
+            {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+            "rope_type='yarn' .* Gemma 2 reads rope_theta only",
+        ),
         ("qwen3_moe", {"attention_bias": True}, "attention_bias=True"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
         ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]"),
-        ("qwen3_moe", {"rope_parameters": {"rope_type": "llama3"}}, "rope_type='llama3'"),
+        ("qwen3_moe", {"rope_parameters": {"rope_type": "llama3"}}, "has no factor"),
         ("qwen3_moe", {"num_experts_per_tok": 1}, "norm_topk_prob=True with num_experts_per_tok=1"),
         ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method='noaux_tc'"),
         ("deepseek_v2", {"n_group": 4, "topk_group": 2}, "topk_method='greedy' with topk_group=2 of n_group=4"),
@@ -435,8 +476,19 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3", "a
         ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob=False with num_experts_per_tok=2"),
         ("deepseek_v3", {"num_experts_per_tok": 4}, "num_experts_per_tok=4 with topk_group=1"),
         ("deepseek_v3", {"rope_parameters": YARN | {"rope_type": "longrope"}}, "rope_type='longrope'"),
-        ("deepseek_v3", {"rope_parameters": YARN | {"attention_factor": 2.0}}, "attention_factor=2.0"),
-        ("deepseek_v3", {"rope_parameters": YARN | {"mscale": None}}, "mscale_all_dim without mscale"),
+        ("deepseek_v3", {"rope_parameters": YARN | {"attention_factor": 2.0}}, "attention_factor=2 and mscale"),
+        ("deepseek_v3", {"rope_parameters": YARN | {"mscale": None}}, "has no rope_parameters.mscale: it is null"),
+        (
+            "deepseek_v3",
+            {"rope_parameters": {key: value for key, value in YARN.items() if key != "mscale"}},
+            "mscale_all_dim=0.7 is not implemented: transformers multiplies cosines and sines by 1.06.*; remove it",
+        ),
+        ("deepseek_v3", {"rope_parameters": YARN | {"truncate": False}}, "truncate=false"),
+        (
+            "deepseek_v3",
+            {"rope_parameters": YARN | {"rope_type": "linear"}},
+            "rope_type='linear' .* would compute yarn",
+        ),
         ("deepseek_v3", {"rope_parameters": YARN | {"factor": None}}, "has no rope_parameters.factor"),
         ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "weight_block_size=None"),
         ("deepseek_v3", {"quantization_config": FP8 | {"scale_fmt": "ue8m0"}}, "scale_fmt='ue8m0'"),

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from megarl.config import ConfigError
 from megarl.models import blocks, fp8, int4
 from megarl.models.config_json import need
-from megarl.models.layout_algebra import HFConfig, Param
+from megarl.models.layout_algebra import HFConfig, Param, matrix_shape
 from megarl.models.registry import family_of
 from megarl.reshard.plan.layout import (
     EngineLayout,
@@ -165,10 +165,10 @@ def list_layer_columns(hf: HFConfig, train: TrainLayout, engine: EngineLayout, w
     kinds: dict[Any, Columns] = {}
     decoder = int(need(hf, "num_hidden_layers"))
     for layer in range(decoder + family.num_mtp_layers(hf)):
-        sample = family.layer(hf, layer, range(min(1, experts)))
+        sample = family.engine_layer(hf, layer, range(min(1, experts)))
         kind = (*(_param_signature(param, engine) for param in sample), engine.experts.get(layer))
         if kind not in kinds:
-            kinds[kind] = _columns(family.layer(hf, layer, range(experts)), train, engine, experts, wire)
+            kinds[kind] = _columns(family.engine_layer(hf, layer, range(experts)), train, engine, experts, wire)
         layer_columns.append(LayerColumns(train.stage_of(sample[0]), layer if layer < decoder else None, kinds[kind]))
     return layer_columns
 
@@ -208,7 +208,7 @@ def _columns(params: Iterable[Param], train: TrainLayout, engine: EngineLayout, 
         needs = [engine.slices_of_rank(rank, param) if needs_any else [] for rank, needs_any in enumerate(is_receiver)]
         is_fp8 = wire == "fp8" and fp8.is_quantised(param)
         for source, tensor in enumerate(param.hf):
-            shape = (*tensor.shape, 1)[:2]
+            shape = matrix_shape(tensor.shape)
             boxes = [[_box(part, shape) for part in parts if part.source == source] for parts in [*holds, *needs]]
             member, cells = _atoms(boxes, shape)
             if wire == "int4" and int4.is_quantised(param):

@@ -16,7 +16,7 @@ import numpy as np
 from megarl.config import ConfigError
 from megarl.models import blocks
 from megarl.models.config_json import need
-from megarl.models.layout_algebra import HFConfig, Param, layer_of
+from megarl.models.layout_algebra import HFConfig, Param, layer_of, matrix_shape
 from megarl.models.registry import family_of
 from megarl.reshard.plan.layout import EngineLayout, Plane, ShardSlice, TrainLayout, Wire, planes
 
@@ -85,7 +85,7 @@ def list_layer_kinds(
     if experts % train.ep:
         raise ConfigError(f"parallel.ep={train.ep} does not divide the model's {experts} experts")
     layers: list[tuple[int | None, list[Param]]] = [(None, blocks.embedding(hf)), (None, blocks.final_params(hf))]
-    layers += [(layer, family.layer(hf, layer, range(min(1, experts)))) for layer in range(num_layers + extra)]
+    layers += [(layer, family.engine_layer(hf, layer, range(min(1, experts)))) for layer in range(num_layers + extra)]
     kinds: dict[tuple[object, object], LayerKind] = {}
     for layer, params in layers:
         key = _signature(params, layer), () if layer is None else engine.experts.get(layer, ())
@@ -149,7 +149,7 @@ def _cells(
     sent = planes(param, wire)
     is_quantised = len(sent) > 1
     for source, tensor in enumerate(param.hf):
-        shape = tensor.shape if len(tensor.shape) == 2 else (tensor.shape[0], 1)
+        shape = matrix_shape(tensor.shape)
         if is_quantised:
             _check_blocks(tensor.name, shape, chain(*engine_slices), source, wire, sent[1], "engine")
         if is_quantised and wire == "int4":

@@ -43,7 +43,7 @@ TABLES: dict[str, dict[str, Verdict]] = {
             "flashinfer_trtllm": "has [up; gate], padded to 128 and packed into blocks",
             "experimental_sgl_trtllm flashinfer_trtllm_routed": "shares the blocks of flashinfer_trtllm",
             "flashinfer_cutlass": "has [up; gate]",
-            "flashinfer_mxfp4": "for MXFP4 checkpoints, which are not implemented",
+            "flashinfer_mxfp4": "for weights in MXFP4, which a weight sync does not produce",
             "flashinfer_cutedsl cutlass experimental_sgl_marlin": _UNREAD,
             "flashinfer_megamoe megamoe marlin humming": "repacks experts",
             "aiter": "shuffles experts in tiles of 16 x 16",

@@ -225,8 +225,8 @@ class EngineLayout:
         slot = param.slot
         if slot is None or (slot.is_draft and not self.draft):
             return None
-        if self.fuse_shared and _SHARED_EXPERTS in slot.name:
-            stack, _, matrix = slot.name.partition(_SHARED_EXPERTS)
+        if self.fuse_shared and is_shared_expert(slot.name):
+            stack, _, matrix = slot.name.replace(".shared_expert.", ".shared_experts.").partition(".shared_experts.")
             name = "w13_weight" if matrix.startswith("gate_up") else "w2_weight"
             return replace(slot, name=f"{stack}.experts.{name}", grid="expert")
         return slot
@@ -266,7 +266,9 @@ class EngineLayout:
         return [interval._replace(offset=interval.offset + slot.offset) for interval in intervals]
 
 
-_SHARED_EXPERTS = ".shared_experts."
+def is_shared_expert(name: str) -> bool:
+    """Return whether an engine's tensor is a matrix of a shared expert, which Qwen's models name in the singular."""
+    return ".shared_experts." in name or ".shared_expert." in name
 
 
 def _check_ranks(ranks: tuple[int, ...], side: str) -> None:

@@ -329,7 +329,7 @@ class RankPlan:
         numbers = table.cell[rows]
         experts = byte_index.expert[numbers]
         expert_ids = sorted(set(experts.tolist()) - {-1}) or [0]
-        params = kind.params if layer is None else family_of(plan.hf).layer(plan.hf, layer, expert_ids)
+        params = kind.params if layer is None else family_of(plan.hf).engine_layer(plan.hf, layer, expert_ids)
         params_of = {expert: [param for param in params if param.expert in (None, expert)] for expert in expert_ids}
         params_of[-1] = params_of[expert_ids[0]]  # like kind.params, with another expert
         pieces = []

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megarl.models import int4
 from megarl.models.fp8 import FP8, quantise
-from megarl.models.layout_algebra import EngineSlot, Param
+from megarl.models.layout_algebra import EngineSlot, Param, matrix_shape
 from megarl.models.registry import family_of
 from megarl.reshard.plan.layout import Plane, ShardSlice, planes
 from megarl.reshard.plan.planner import RankPlan, ReshardPlan, Round, TensorPiece, align
@@ -252,7 +252,7 @@ class Executor:
             if not piece.is_scale and name not in shards:
                 shards[name] = local[name]
             source = grids[name, piece.source] if piece.is_scale else shards[name]
-            box = (source if source.dim() == 2 else source[:, None])[r0:r1, c0:c1]
+            box = source.reshape(matrix_shape(source.shape))[r0:r1, c0:c1]
             # Hash the intended data, not the buffer that goes on the wire.
             if plane.dtype == FP8:
                 to_quantise.append((box, offset))
@@ -292,7 +292,7 @@ class Executor:
         return [
             param
             for layer in range(layers)
-            for param in family.layer(hf, layer, experts)
+            for param in family.engine_layer(hf, layer, experts)
             if len(planes(param, plan.assignment.wire)) > 1
             and plan.engine.slot_of(param) is not None
             and train.has_param(self.trainer_rank, param, self.num_experts)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from megarl.cpu.sglang_gated_delta_net import OPERATORS
 from megarl.cpu.sglang_speculative import (  # noqa: F401
     assign_draft_cache_locs_contiguous_cpu,
     assign_extend_cache_locs_cpu,
@@ -63,6 +64,9 @@ def _murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, col_indices: tor
 _library = torch.library.Library("sgl_kernel", "FRAGMENT")
 _library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor col_indices) -> Tensor")
 _library.impl("murmur_hash32_cpu", _murmur_hash32, "CPU")
+for _schema, _implementation in OPERATORS.items():
+    _library.define(_schema)
+    _library.impl(_schema.partition("(")[0], _implementation, "CPU")
 
 
 def __getattr__(name: str) -> Any:
