@@ -237,8 +237,9 @@ def _check(hf: HFConfig, fields: dict[str, Any]) -> None:
     for key, size in {"head_dim": rope_dim, "qk_head_dim": need(hf, "qk_nope_head_dim") + rope_dim}.items():
         if key in hf:
             config_json.require(hf, key, size)
-    # SGLang applies it to the latents' norms, for which transformers has 1e-6
-    config_json.require(hf, "rms_norm_eps", 1e-6)
+    # SGLang applies it to the latents' norms, as Megatron does, for which transformers has 1e-6. Kimi-K2-Thinking's is
+    # 1e-5, so the engine decides there.
+    config_json.require(hf, "rms_norm_eps", 1e-6, (1e-5,) if hf.get("model_type") == "kimi_k2" else ())
     _rope(hf)
 
 

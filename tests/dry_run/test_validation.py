@@ -703,6 +703,7 @@ def test_cluster_recipes_fit_their_gpus() -> None:
         ("llama3_70b", 80, []),
         ("deepseek_r1", 141, ["parallel.world_size=256", "parallel.ep=16", "rollout.concurrency=512"]),
         ("deepseek_r1", 96, []),
+        ("kimi_k2_thinking", 80, []),
     ):
         recipe = ROOT / "configs" / f"{name}.yaml"
         hf = ROOT / load_config(recipe).model.hf_config

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -76,3 +77,11 @@ def quantise_experts(folder: Path, target: Path) -> dict[str, torch.Tensor]:
     config = json.loads((target / "config.json").read_text()) | {"quantization_config": QUANTIZATION}
     (target / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
     return dense
+
+
+def dequantised_model(model: Any, dense: dict[str, torch.Tensor]) -> Any:
+    """Return transformers' model, in fp32, with the tensors that `quantise_experts` returned."""
+    with TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        save_file(dense, Path(folder) / "model.safetensors", {"format": "pt"})
+        return type(model).from_pretrained(folder, dtype=torch.float32).eval()
