@@ -106,6 +106,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     | {"attention_bias": True, "head_dim": 64, "rope_theta": 150000.0, "sliding_window": 128}
     | {"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
 }
+DEFAULTS["kimik25"] = DEFAULTS["deepseekv3"]  # of its language model
 """Defaults of absent keys by model, from its configuration class in transformers.
 
 None means null, or computed from other keys. Sizes that every published config.json has are required and have no

@@ -170,7 +170,9 @@ class HFWeights:
     def view(self, name: str) -> StoredSlice | None:
         """Return where the folder stores this tensor as a part of another one, if it does."""
         view = None if name in self._files else self._stored_slice(name)
-        return view if view is not None and (view.name in self._files or self._is_mxfp4(view.name)) else None
+        if view is None or not (view.name in self._files or self._is_mxfp4(view.name) or self._packed_name(view.name)):
+            return None
+        return view
 
     def shape(self, name: str) -> tuple[int, ...]:
         if packed := self._packed_name(name):
@@ -215,8 +217,7 @@ class HFWeights:
         if name + int4.PACKED_SUFFIX in self._files:
             return name
         view = None if name in self._files else self._stored_slice(name)
-        is_renamed = view is not None and view.expert is None and view.name + int4.PACKED_SUFFIX in self._files
-        return view.name if view is not None and is_renamed else ""
+        return view.name if view is not None and view.name + int4.PACKED_SUFFIX in self._files else ""
 
     def _dequantise_packed(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
         """Return a slice as `get_slice` does, of an INT4 matrix."""
@@ -272,10 +273,10 @@ class HFWeights:
         self._check_mxfp4(is_mxfp4(hf))
         self._check_fp8(is_fp8(hf))
         names, views = set(self.names()), {name: view for name in expected if (view := self.view(name)) is not None}
-        stored_names = {name: self._packed_name(name) or name for name in expected}
-        experts = {stored_names[tensor.name] for tensor, param in table if int4.is_quantised(param)}
-        self._check_int4(experts if int4.is_int4(hf) else set())
-        if missing := [name for name in expected if stored_names[name] not in names and name not in views]:
+        experts = [tensor.name for tensor, param in table if int4.is_quantised(param)]
+        stored_experts = {views[name].name if name in views else name for name in experts}
+        self._check_int4(stored_experts if int4.is_int4(hf) else set())
+        if missing := [name for name in expected if name not in names and name not in views]:
             hint = "; config.json has tie_word_embeddings=false, is it tied?" if missing == [HEAD] else ""
             raise ConfigError(f"{where} {_summarize_names(missing)} missing{hint}")
         allowed = expected.keys() | set(optional) | {view.name for view in views.values()}
@@ -503,11 +504,21 @@ def _write(
         if file.is_file() and file.suffix in COPIED_SUFFIXES and not file.name.endswith(".safetensors.index.json"):
             shutil.copyfile(file, staging / file.name)
     # Update the model and dtype in config.json; leave the file untouched if it is correct already.
-    new_hf = {field: value for field, value in (config or hf).items() if field != "quantization_config"}
+    file_hf = read_json(source / "config.json")
+    new_hf = _without_quantization(config or file_hf)
     key = "dtype" if "dtype" in new_hf else "torch_dtype"
     dtype_name = new_hf.get(key) if dtype is None else str(dtype).removeprefix("torch.")
-    if new_hf != hf or hf.get(key) != dtype_name:
+    if new_hf != file_hf or file_hf.get(key) != dtype_name:
         (staging / "config.json").write_text(json.dumps({**new_hf, key: dtype_name}, indent=2) + "\n")
+
+
+def _without_quantization(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json without quantization_config, also within the options of a language model."""
+    return {
+        key: _without_quantization(value) if key == "text_config" else value
+        for key, value in hf.items()
+        if key != "quantization_config"
+    }
 
 
 class _Stacks:

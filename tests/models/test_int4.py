@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,16 @@ from compressed_tensors.quantization.lifecycle.forward import dequantize
 from int4_folder import QUANTIZATION, expert_names, quantise_experts, write_model
 from safetensors.torch import load_file, save_file
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "megatron"))
+import tiny
+
 from megarl.config import ConfigError
 from megarl.models import int4
 from megarl.models.config_json import require_common
 from megarl.models.hf_folder import open_hf, save_hf
 from megarl.models.layout_algebra import shard
 from megarl.models.memory import engine_bytes
-from megarl.models.registry import family_of
+from megarl.models.registry import family_of, load_hf_config
 
 HF: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -130,6 +134,40 @@ def test_reads_folder_slice_by_slice_and_exports_bfloat16(tmp_path: Path) -> Non
     exported = load_file(tmp_path / "out/model.safetensors")
     assert exported.keys() == dense.keys() and all(torch.equal(exported[name], dense[name]) for name in dense)
     assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+
+
+def test_kimi_k25_is_its_language_model(tmp_path: Path) -> None:
+    """Its tensors have a prefix, its options are in text_config, and the vision tower is exported as it was."""
+    text = {key: value for key, value in tiny.HF["kimi_k2"].items() if key != "architectures"}
+    text |= {"hidden_size": 64, "moe_intermediate_size": 64, "model_type": "kimi_k2", "rms_norm_eps": 1e-5}
+    flat = text | {"architectures": ["DeepseekV3ForCausalLM"]}
+    generator = torch.Generator().manual_seed(1)
+    table = family_of(flat).params(flat, 1)
+    tensors = {t.name: torch.randn(t.shape, generator=generator) for p in table for t in p.hf}
+    write_model(tmp_path / "plain", flat, tensors)
+    dense = quantise_experts(tmp_path / "plain", tmp_path / "k2")
+    stored = {f"language_model.{name}": value for name, value in load_file(tmp_path / "k2/model.safetensors").items()}
+    vision = {"vision_tower.patch_embed.proj.weight": torch.randn(3, 2), "mm_projector.pre_norm.bias": torch.ones(4)}
+    config = {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "dtype": "bfloat16"}
+    config |= {"text_config": text | {"quantization_config": QUANTIZATION}, "vision_config": {"depth": 2}}
+    write_model(tmp_path / "k25", config, stored | vision)
+    hf = load_hf_config(tmp_path / "k25")
+    family, weights = family_of(hf), open_hf(tmp_path / "k25")
+    assert int4.is_int4(hf) and family.parser(hf) == "kimi_k2"
+    assert family.megatron_config(hf) == family_of(flat).megatron_config(flat)
+    weights.check(hf)
+    assert [param.hf for param in family.params(hf, 1)] == [param.hf for param in table]
+    for param in table:
+        assert torch.equal(weights.get_shard(param, 1, 0), shard(param, dense, 1, 0)), param.megatron
+    save_hf(tmp_path / "out", ((name, weights.get(name)) for name in dense), tmp_path / "k25")
+    exported = load_file(tmp_path / "out/model.safetensors")
+    expected = {f"language_model.{name}": value for name, value in dense.items()} | vision
+    assert exported.keys() == expected.keys() and all(torch.equal(exported[name], expected[name]) for name in expected)
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    assert written == config | {"text_config": text}
+    write_model(tmp_path / "half", config, {name: value for name, value in stored.items() if "lm_head" not in name})
+    with pytest.raises(ConfigError, match="lm_head.weight is missing"):
+        open_hf(tmp_path / "half").check(hf)
 
 
 def test_rejects_folders_that_config_json_does_not_describe(tmp_path: Path) -> None:
