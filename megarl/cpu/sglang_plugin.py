@@ -109,6 +109,7 @@ def register() -> None:
     if SECRET_ENV in os.environ:
         seal_pickles()
     _patch_stacked_experts()
+    _keep_int4_layout()
     if is_cpu():
         _patch_models()
         _patch_expert_parallel()
@@ -308,12 +309,23 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
     return y if bias is None else (y.float() + bias).to(y.dtype)
 
 
+def _keep_int4_layout() -> None:
+    """Leave INT4 experts as Triton's kernel has them when a weight update begins.
+
+    SGLang then gives them the shapes of the checkpoint, with which Marlin's class begins. It does not convert them back.
+    """
+    from sglang.srt.layers.quantization.compressed_tensors.schemes import CompressedTensorsWNA16TritonMoE
+
+    CompressedTensorsWNA16TritonMoE.restore_weights_before_loading = lambda self, layer: None
+
+
 def _patch_int4_experts() -> None:
     """Compute with INT4 experts, for which SGLang has Marlin's and Triton's kernels on a GPU only.
 
     The layer has its experts as for Triton (`moe_runner_backend`), so that weight syncs write the same bytes as there.
     """
     from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
+    from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
     from sglang.srt.layers.quantization.compressed_tensors.schemes import CompressedTensorsWNA16TritonMoE as Scheme
 
     def apply_weights(self: Any, layer: torch.nn.Module, dispatch_output: Any) -> Any:
@@ -325,6 +337,9 @@ def _patch_int4_experts() -> None:
         )
         return StandardCombineInput(hidden_states=local_int4_experts(x, weights, ids, w13, w2))
 
+    dtypes = CompressedTensorsConfig.get_supported_act_dtypes
+    # fp32, to compare engines exactly
+    CompressedTensorsConfig.get_supported_act_dtypes = lambda self: [*dtypes(self), torch.float32]
     Scheme.apply_weights = apply_weights
     Scheme.create_moe_runner = lambda self, layer, config: setattr(self, "moe_runner_config", config)
 
