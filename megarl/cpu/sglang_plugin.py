@@ -312,7 +312,7 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
 def _keep_int4_layout() -> None:
     """Leave INT4 experts as Triton's kernel has them when a weight update begins.
 
-    SGLang then gives them the shapes of the checkpoint, with which Marlin's class begins. It does not convert them back.
+    SGLang then gives them the checkpoint's shapes, with which Marlin's class begins, and does not convert them back.
     """
     from sglang.srt.layers.quantization.compressed_tensors.schemes import CompressedTensorsWNA16TritonMoE
 
