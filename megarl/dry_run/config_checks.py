@@ -89,13 +89,7 @@ def check_training_layout(hf: HFConfig, config: Config) -> None:
     if lora.rank > (hidden := int(hf["hidden_size"])):
         raise ConfigError(f"{lora.rank=} is beyond the model's hidden_size={hidden}; no matrix has more ranks")
     if lora.rank:
-        adapters = adapter_params(family.params(hf, parallel.tp, parallel.etp), lora)  # raises for a missing target
-        if is_int4(hf) and any(param.expert is not None for param in adapters):
-            raise ConfigError(
-                "lora.rank: adapters on the routed experts of an INT4 checkpoint would be merged and then rounded for "
-                "the engine, to another policy than the one trained; name other layers in lora.target_modules, such as "
-                "linear_proj"
-            )
+        adapter_params(family.params(hf, parallel.tp, parallel.etp), lora)  # raises for a missing target
 
 
 def check_role_layout(hf: HFConfig, config: Config, role: str) -> None:
@@ -110,6 +104,13 @@ def check_role_layout(hf: HFConfig, config: Config, role: str) -> None:
 def check_engine(hf: HFConfig, config: Config) -> None:
     """Check that the model divides by the engines' tp and ep, and the engines' settings."""
     settings, tp, ep = family_of(hf).megatron_config(hf), config.rollout.tp, config.rollout.ep
+    adapters = adapter_params(family_of(hf).params(hf, 1), config.lora) if config.lora.rank else []
+    if is_int4(hf) and any(param.expert is not None for param in adapters):
+        raise ConfigError(
+            "lora.rank: adapters on the routed experts of an INT4 checkpoint would be merged and then rounded for the "
+            "engine, to another policy than the one trained; name other layers in lora.target_modules, such as "
+            "linear_proj"
+        )
     rollout, sglang = config.rollout, config.rollout.sglang
     server_args.check(sglang)
     tool_calls.parser_name(config.rollout.tool_call_parser, hf)

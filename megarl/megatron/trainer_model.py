@@ -216,9 +216,8 @@ class MegatronModel:
         """
         if not self.rounds_experts:
             return
-        table = {param.megatron: param for param in self.params()}
         for name, tensor in named_params(self.chunks, self.ranks.ep_rank).items():
-            if int4.is_quantised(table[name]):
+            if ".mlp.experts." in name:
                 int4.round_to_grid(tensor.data)
 
     def load_hf(self, folder: str | Path) -> None:

@@ -275,7 +275,7 @@ class HFWeights:
         names, views = set(self.names()), {name: view for name in expected if (view := self.view(name)) is not None}
         experts = [tensor.name for tensor, param in table if int4.is_quantised(param)]
         stored_experts = {views[name].name if name in views else name for name in experts}
-        self._check_int4(stored_experts if int4.is_int4(hf) else set())
+        self._check_int4(stored_experts if int4.is_int4(hf) else set(), family.untrained_prefixes(hf))
         if missing := [name for name in expected if name not in names and name not in views]:
             hint = "; config.json has tie_word_embeddings=false, is it tied?" if missing == [HEAD] else ""
             raise ConfigError(f"{where} {_summarize_names(missing)} missing{hint}")
@@ -318,11 +318,12 @@ class HFWeights:
             if self.shape(scales) != (expected := grid_shape(self.shape(name))):
                 raise ConfigError(f"{self.folder}: {scales} has shape {self.shape(scales)}; {name} needs {expected}")
 
-    def _check_int4(self, promised: set[str]) -> None:
-        """Raise ConfigError unless exactly the `promised` matrices are INT4, with scales of their shape."""
+    def _check_int4(self, promised: set[str], untrained_prefixes: tuple[str, ...]) -> None:
+        """Raise ConfigError unless exactly the `promised` matrices are INT4, apart from untrained ones, with scales of
+        their shape."""
         names = set(self.names())
         packed = {name for name in names if name + int4.PACKED_SUFFIX in self._files}
-        if odd := sorted(packed - promised):
+        if odd := sorted(name for name in packed - promised if not name.startswith(untrained_prefixes)):
             reason = "only routed experts are implemented so" if promised else "config.json does not say so"
             raise ConfigError(f"{self.folder}: {_summarize_names(odd)} INT4, but {reason}")
         if plain := sorted((promised & names) - packed):
