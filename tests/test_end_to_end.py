@@ -245,6 +245,47 @@ def test_routing_replay_reduces_bf16_mismatch(
     assert "without replay" in (tmp_path / "run" / "log.txt").read_text()
 
 
+def test_sparse_index_replay_reduces_bf16_mismatch(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    """Without experts, the trainer's choice of keys is all that bf16 can change."""
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "rollout"))
+    import tiny_models
+
+    model = tiny_models.deepseek_v32(first_k_dense_replace=3)
+    overrides = [
+        f"model.path={tiny_models.save(model, tmp_path / 'model')}",
+        *("algorithm=grpo", "model.dtype=bfloat16", "train.sparse_index_replay=true"),
+        *("run.num_rollout=2", "run.save_every=0", "run.export=false", "rollout.max_turns=1"),
+        *("parallel.world_size=1", "parallel.tp=1", "parallel.ep=1"),
+    ]
+    train(folder, tmp_path / "run", *overrides, host=host)
+    rows = read_metrics(tmp_path / "run")
+    for name in ("rollout/logprob_diff_mean", "rollout/logprob_diff_p95"):
+        assert 0 < rows[0][name] < 0.5 * rows[0][f"{name}_unreplayed"], (name, rows[0])
+        assert rows[1][name] < 2 * rows[0][name]
+
+
+@pytest.mark.nightly
+def test_glm_moe_dsa_replays_experts_and_keys_on_two_ranks(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "rollout"))
+    import tiny_models
+
+    model = tiny_models.glm_moe_dsa()
+    overrides = [
+        f"model.path={tiny_models.save(model, tmp_path / 'model')}",
+        *("algorithm=grpo", "train.sparse_index_replay=true", "train.routing_replay=true"),
+        *("run.num_rollout=2", "run.save_every=0", "train.indexer_loss_coef=0.1"),
+    ]
+    train(folder, tmp_path / "run", *overrides, host=host)
+    rows = read_steps(tmp_path / "run")
+    assert len(rows) == 2
+    for row in rows:
+        assert row["rollout/logprob_diff_p95"] <= 1e-4 and row["actor/indexer_loss"] > 0
+
+
 OVERSAMPLED = [
     *("algorithm=grpo", "rollout.oversample=1.5", "rollout.concurrency=6", "rollout.max_staleness=2"),
     *("run.export=false", "kl.apply_to=none", "correction.kind=icepop"),

@@ -80,6 +80,14 @@ BOUNDS = {
     "replay gradients": 5e-6,
     "replay recompute full": 0.0,  # against the same without recomputation
     "replay recompute moe": 0.0,
+    "indices same keys": 0.0,  # log-probs, loss, gradients with the model's own keys replayed, against no replay
+    "indices logprobs": 1e-5,  # with random keys replayed, against transformers with the same
+    "indices loss": 5e-6,
+    "indices gradients": 5e-6,
+    "indices recompute full": 0.0,
+    "indices indexer loss": 5e-6,  # the divergence that trains indexers, against the same written out
+    "indices indexer gradients": 1e-5,  # of indexers, relative to their largest
+    "indices indexer effect": 5e-6,  # of training the indexers on other gradients
     "cut logprobs": 1e-5,  # truncated sampling: part of the vocabulary, different for each token, against transformers
     "cut entropy": 1e-5,
     "cut loss": 5e-6,

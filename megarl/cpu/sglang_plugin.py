@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from megarl.cpu import sglang_gated_delta_net, sglang_speculative
+from megarl.cpu import sglang_gated_delta_net, sglang_sparse_attention, sglang_speculative
 from megarl.models import mxfp4
 from megarl.models.int4 import Int4Matrix, dequantise
 from megarl.parallel.job_secret import SECRET_ENV, SealedPickle, seal_object_collectives
@@ -110,12 +110,14 @@ def register() -> None:
         seal_pickles()
     _patch_stacked_experts()
     _keep_int4_layout()
+    sglang_sparse_attention.install_record()
     if is_cpu():
         _patch_models()
         _patch_expert_parallel()
         _patch_int4_experts()
         _patch_attention()
         _patch_gpt_oss()
+        sglang_sparse_attention.install()
         sglang_speculative.install()
         sglang_gated_delta_net.install()
 

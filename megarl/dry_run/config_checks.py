@@ -27,6 +27,7 @@ from megarl.models.lora_tables import adapter_params
 from megarl.models.pipeline_stages import stage_layers
 from megarl.models.registry import family_of, num_trained_mtp
 from megarl.models.routing import routing_shape
+from megarl.models.sparse_indices import index_shape
 from megarl.parallel.placement import check_engine_ranks, prefix_role_error, role_config, role_parallel
 from megarl.rewards.functions import check_truth_file
 from megarl.types.requirements import Requirements
@@ -203,6 +204,33 @@ def check_routing(hf: HFConfig, config: Config, declared: Requirements) -> None:
     if (sglang.get("chunked_prefill_size") or 1) < 1:
         raise ConfigError(
             "rollout.sglang.chunked_prefill_size must be positive: it is the size of SGLang's record of routing"
+        )
+
+
+def check_sparse_indices(hf: HFConfig, config: Config, declared: Requirements) -> None:
+    """Check the keys of sparse attention: they need a model that has it, and replay an engine that records it."""
+    settings = family_of(hf).megatron_config(hf)
+    if config.train.indexer_loss_coef and not settings.get("dsa_indexer_topk"):
+        raise ConfigError(
+            f"train.indexer_loss_coef={config.train.indexer_loss_coef:g}, but {family_of(hf).architecture} has no "
+            "sparse attention; set it to 0"
+        )
+    if config.train.indexer_loss_coef and config.lora.rank:
+        raise ConfigError("train.indexer_loss_coef trains whole indexers, lora.rank adapters alone; set one to 0")
+    if index_shape(hf, config) is None:
+        return
+    if not declared.has_rollout:
+        raise ConfigError(
+            f"train.sparse_index_replay=true, but {declared.name} has no engine whose choice of keys could be replayed"
+        )
+    if config.rollout.replay:
+        raise ConfigError(
+            "train.sparse_index_replay with rollout.replay: recorded rollouts hold no sparse attention indices; set it "
+            "to false"
+        )
+    if (config.rollout.sglang.get("chunked_prefill_size") or 1) < 1:
+        raise ConfigError(
+            "rollout.sglang.chunked_prefill_size must be positive: it is the size of SGLang's record of indices"
         )
 
 

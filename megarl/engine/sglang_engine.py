@@ -31,6 +31,7 @@ import torch
 from megarl.config import Config, server_args
 from megarl.cpu import sglang_arguments
 from megarl.cpu.sglang_arguments import NamedTensors
+from megarl.cpu.sglang_sparse_attention import SHORT_INDICES
 from megarl.engine import engine_cuda, weight_loader
 from megarl.engine.client import Client
 from megarl.engine.engine_host import HOST_VARIABLE, HostedServer, HostProcess
@@ -98,6 +99,12 @@ def start_host(config: Config, threads: int = 0) -> HostProcess:
     return HostProcess(_environment(config, threads), preload, hidden=secret_variables(config))
 
 
+_INDEX_RECORD = {
+    "SGLANG_DSA_FUSE_TOPK": "0",  # the fused kernel returns cache slots instead of positions
+    "SGLANG_DSA_TOPK_BROADCAST": "1",  # tensor parallel ranks might choose differently by rounding
+}
+
+
 def _environment(config: Config, threads: int) -> dict[str, str]:
     engines = Counter(members[0] // config.parallel.ranks_per_node for members in engine_ranks(config))
     return {
@@ -111,6 +118,8 @@ def _environment(config: Config, threads: int) -> dict[str, str]:
         "SGLANG_MAMBA_CONV_DTYPE": config.model.dtype,
         "PYTHONWARNINGS": "ignore",  # dozens at each start would hide the last lines of a failure
         **engine_settings.ENVIRONMENT,
+        **(_INDEX_RECORD if config.train.sparse_index_replay else {}),
+        SHORT_INDICES: str(int(config.rollout.max_context < 1 << 16)),
         **_platform().environment(config.rollout.tp, max(engines.values(), default=1), threads),
     }
 
@@ -240,6 +249,7 @@ class Engine:
             "incremental_streaming_output": True,
             "log_level": "warning",
             "enable_return_routed_experts": self.config.train.routing_replay,
+            "enable_return_indexer_topk": self.config.train.sparse_index_replay,
             **({"dist_init_addr": self.dist_init_addr} if self.dist_init_addr else {}),
             # Weights are synced in bfloat16, and the plug-in dequantises those that SGLang loads.
             **({"json_model_override_args": '{"quantization_config": null}'} if is_mxfp4(hf) else {}),

@@ -18,6 +18,9 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.fusions import fused_layer_norm
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+    get_transformer_block_with_experimental_attention_variant_spec,
+)
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.module import Float16Module
@@ -39,8 +42,10 @@ from megarl.megatron.model_layers import (
     scale_rotary,
 )
 from megarl.megatron.parameter_names import named_params
+from megarl.megatron.sparse_attention import ReplayedDSAttention, SparseAttention
 from megarl.models import megatron_fields as fields
 from megarl.models import norm_counting
+from megarl.models.deepseek_sparse import INDEXER, is_indexer
 from megarl.models.family import Extras
 from megarl.models.layout_algebra import padded_vocab
 from megarl.models.pipeline_stages import stage_layers
@@ -114,6 +119,16 @@ def transformer_config(hf: Mapping[str, Any], config: Config) -> TransformerConf
         )
     elif max(parallel.ep, parallel.etp) > 1:
         raise ConfigError(f"parallel.ep={parallel.ep}, etp={parallel.etp}, but the model has no experts; set them to 1")
+    if values.get("experimental_attention_variant") == "dsa" and config.model.megatron.get("fp8"):
+        raise ConfigError(
+            "model.megatron.fp8 with sparse attention: Megatron 0.19.2's AbsorbedMLA does not support FP8; remove it"
+        )
+    train = config.train
+    if device.has_cuda() and train.sparse_index_replay and train.indexer_loss_coef:
+        raise ConfigError(
+            "train.indexer_loss_coef with train.sparse_index_replay: Megatron's DSAttention has the loss only where "
+            "its indexer chooses the keys; set the first to 0 or the second to false"
+        )
     fields.check(config.model.megatron, config_class is MLATransformerConfig, family.extras(hf))
     groups = (values.get("num_query_groups") or values["num_attention_heads"]) // parallel.tp
     if family.extras(hf).has_sinks and device.has_cuda() and groups % parallel.cp:
@@ -145,6 +160,7 @@ def build_chunks(
     """
     settings = transformer_config(hf, config)
     settings.mtp_num_layers = mtp_layers or None
+    settings.dsa_indexer_loss_coeff = config.train.indexer_loss_coef if role == "actor" and trains else 0.0
     if config.train.deterministic and device.has_cuda():
         os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # Transformer Engine's attention reads it
     chunks: list[Any] = [_build_chunk(hf, config, role, settings, chunk) for chunk in range(config.parallel.vpp)]
@@ -154,6 +170,9 @@ def build_chunks(
         # The wrapper has cast the expert bias to bf16 with everything else. Megatron casts it back only in the first
         # forward pass, which would round biases loaded before that.
         router._maintain_float32_expert_bias()
+    for name, module in ((name, module) for chunk in chunks for name, module in chunk.named_modules()):
+        if name.endswith(f"{INDEXER}k_norm"):
+            module.float()  # as in the engine and the table
     if not trains:
         return [chunk.requires_grad_(False) for chunk in chunks]
     norm_counting.check_expert_flags(chunks)
@@ -199,6 +218,9 @@ def _build_chunk(
         model.embedding.scale = float(torch.tensor(extras.embedding_scale, dtype=settings.params_dtype))
     if extras.rotary is not None:
         scale_rotary(model, extras.rotary)
+    if settings.mtp_num_layers and settings.experimental_attention_variant == "dsa" and is_last:
+        for layer in model.mtp.layers:
+            layer.mtp_model_layer.self_attention.core_attention.separate_from_decoder()
     if role != "actor" and is_last:
         model.output_layer = ValueHead(settings)
     elif is_last:
@@ -215,6 +237,10 @@ def _build_chunk(
     if role != "actor":
         named.pop("output_layer.weight", None)  # the value head, which is not in the table
     norm_counting.set_flags(named, table)
+    if not (role == "actor" and settings.dsa_indexer_loss_coeff):
+        for name, parameter in named.items():
+            if is_indexer(name):
+                parameter.requires_grad_(False)  # the choice of keys has no gradient
     if config.lora.rank:
         add_adapters(model, hf, config)
     megatron_modules.complete_sequential_experts(model)
@@ -222,12 +248,16 @@ def _build_chunk(
 
 
 def _layer_spec(settings: TransformerConfig, extras: Extras, vp_stage: int | None) -> Any:
+    is_sparse = settings.experimental_attention_variant == "dsa"
     standard = copy(settings)
     standard.experimental_attention_variant = None  # whose layers Megatron builds for Transformer Engine only
     if device.has_cuda():
         from megatron.core.extensions.transformer_engine import TENorm as norm
 
-        spec = get_gpt_decoder_block_spec(standard, use_transformer_engine=True, vp_stage=vp_stage)
+        if is_sparse:
+            spec = get_transformer_block_with_experimental_attention_variant_spec(settings, vp_stage=vp_stage)
+        else:
+            spec = get_gpt_decoder_block_spec(standard, use_transformer_engine=True, vp_stage=vp_stage)
     else:
         norm = megatron_modules.RMSNorm
         spec = megatron_modules.adapt_local_spec(
@@ -238,6 +268,10 @@ def _layer_spec(settings: TransformerConfig, extras: Extras, vp_stage: int | Non
     if settings.experimental_attention_variant == "gated_delta_net":
         use_delta_nets(spec, settings, vp_stage)
     for layer in spec.layer_specs:  # some entries are the same object
+        if is_sparse and device.has_cuda():
+            layer.submodules.self_attention.submodules.core_attention.module = ReplayedDSAttention
+        elif is_sparse:
+            layer.submodules.self_attention.submodules.core_attention = SparseAttention
         if extras.attention_cap:
             attention = partial(megatron_modules.PackedAttention, cap=extras.attention_cap)
             layer.submodules.self_attention.submodules.core_attention = attention

@@ -18,7 +18,7 @@ from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracke
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.config import Config, ConfigError
-from megarl.megatron import lora, optimizer, routing_replay
+from megarl.megatron import lora, optimizer, routing_replay, sparse_replay
 from megarl.megatron.build import Role, build_chunks
 from megarl.megatron.distribution import BatchDispatcher, LocalRows, MicroBatchPlan, make_model_rank
 from megarl.megatron.logprobs import OutputReader
@@ -26,6 +26,7 @@ from megarl.megatron.micro_batch import MicroBatch, explain_hidden_columns, make
 from megarl.megatron.offload import MemoryOffload, WeightSnapshot
 from megarl.megatron.oom_retry import OOMRetry
 from megarl.megatron.parameter_names import named_params, unwrap
+from megarl.megatron.sparse_attention import collect_indexer_loss
 from megarl.models import int4
 from megarl.models.family import VALUE_HEAD
 from megarl.models.flops import quadratic_cost
@@ -34,6 +35,7 @@ from megarl.models.lora_tables import adapter_params
 from megarl.models.memory import critic_params
 from megarl.models.registry import family_of, num_trained_mtp
 from megarl.models.routing import RoutingShape, routing_shape
+from megarl.models.sparse_indices import index_shape
 from megarl.parallel import device
 from megarl.parallel.host_copy import HostCopy, tensor_bytes
 from megarl.parallel.ranks import Ranks, all_gather_objects, use_layout
@@ -133,9 +135,11 @@ class MegatronModel:
                 self.replay_shape = routing_shape(hf_config, config.model.megatron)
                 routing_replay.install(self.chunks, self.replay_shape)
             layers = routing_replay.replayed_layers(self.chunks) if self.replay_shape is not None else ()
+            self.index_shape = index_shape(hf_config, config) if role == "actor" else None
+            indexed = () if self.index_shape is None else sparse_replay.recorded_layers(self.chunks, self.index_shape)
             self.dispatcher = BatchDispatcher(
                 model_ranks=dict(
-                    all_gather_objects((ranks.job.rank, make_model_rank(ranks, layers)), ranks.host_group)
+                    all_gather_objects((ranks.job.rank, make_model_rank(ranks, layers, indexed)), ranks.host_group)
                 ),
                 dp=ranks.dp,
                 token_budget=config.train.max_tokens_per_gpu * ranks.cp,
@@ -144,6 +148,7 @@ class MegatronModel:
                 multiple=ranks.pp if ranks.vpp > 1 else 1,
                 should_keep_groups=role == "reward_model",  # its loss compares the scores within a group
                 routing_shape=self.replay_shape,
+                index_shape=self.index_shape,
                 has_logits=role == "actor",
             )
             self.oom_retry = OOMRetry(hf_config, config, ranks, role, self.chunks, self.dispatcher)
@@ -319,7 +324,8 @@ class MegatronModel:
         """Take one optimizer step on sum(loss_weights * loss) over `batch` and return its metrics.
 
         Metrics prefixed with the role: `loss`, `grad_norm` (before clipping), `lr`, `tokens`, `skipped` (1 if the
-        gradient was not finite and nothing changed), `mtp_loss` if MTP layers are trained, and each enabled aux loss.
+        gradient was not finite and nothing changed), `mtp_loss` if MTP layers are trained, and each enabled aux loss,
+        `indexer_loss` among them.
         Metrics of `loss_fn` keep their own names. A reward model's loss gets all sequences of a group in one
         micro-batch. Raises ConfigError on all ranks if the step produces non-finite weights.
         """
@@ -358,6 +364,9 @@ class MegatronModel:
                 with self.oom_retry.catch_oom():
                     results = self._schedule(rows, retried_plan, compute_loss, forward_only=False)
             aux_losses = collect_aux_losses(unwrap(self.chunks[0]).config, self.ranks, len(retried_plan[0]))
+            coef = unwrap(self.chunks[0]).config.dsa_indexer_loss_coeff
+            if coef:
+                aux_losses |= collect_indexer_loss(self.ranks, coef, total_tokens)
             norm, is_taken = optimizer.take_step(self.optimizer, self.scheduler)
             if is_taken:
                 self._round_int4_experts()
@@ -396,8 +405,13 @@ class MegatronModel:
             if self.replay_shape is not None:
                 layers = tuple(rows.layers.index(layer) for layer in routing_replay.replayed_layers([chunk]))
                 replay_shard = routing_replay.ReplayShard(layers, self.ranks.tp, self.ranks.tp_rank)
+            indexed = None
+            if self.index_shape is not None:
+                local = sparse_replay.recorded_layers([chunk], self.index_shape)
+                indexed = tuple(rows.indexed_layers.index(layer) for layer in local)
+            options = mtp_layers, replay_shard, indexed
             return (
-                make_micro_batch(rows.select(indices), indices, target_device, *padding_args, mtp_layers, replay_shard)
+                make_micro_batch(rows.select(indices), indices, target_device, *padding_args, *options)
                 for indices in track_current(micro_batches)
             )
 
@@ -409,6 +423,9 @@ class MegatronModel:
                 routing_replay.start_micro_batch(
                     model, None if micro.routing is None else micro.on_device("routing"), self.replay_shape
                 )
+            if self.index_shape is not None:
+                keys = None if micro.sparse_indices is None else micro.on_device("sparse_indices")
+                sparse_replay.start_micro_batch(model, keys)
             runs_mtp = bool(mtp_layers) and unwrap(model).post_process
             needs_tokens = runs_mtp or unwrap(model).pre_process
             output = model(

@@ -99,6 +99,14 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     | {"n_group": 8, "topk_group": 4, "rope_interleave": True},
     "qwen3next": _DELTA_NETS | {"decoder_sparse_step": 1, "mlp_only_layers": None},
     "qwen35moe": _DELTA_NETS,
+    "deepseekv32": _SHARED
+    | {"mlp_bias": False, "q_lora_rank": 1536, "n_shared_experts": 1, "first_k_dense_replace": 3}
+    | {"routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "norm_topk_prob": True, "mlp_layer_types": None}
+    | {"index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64},
+    "glmmoedsa": _SHARED
+    | {"mlp_bias": False, "q_lora_rank": 2048, "n_shared_experts": 1, "first_k_dense_replace": 3}
+    | {"routed_scaling_factor": 2.5, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "mlp_layer_types": None}
+    | {"index_topk": 2048, "index_head_dim": 128, "index_n_heads": 32, "indexer_types": None},
     "glm4moe": _EXPERTS
     | {"n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.0}
     | {"use_qk_norm": False, "partial_rotary_factor": 0.5},

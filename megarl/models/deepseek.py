@@ -53,7 +53,8 @@ def _group_counts(hf: HFConfig) -> tuple[int, int]:
     return (1, 1) if read(hf, "n_group") is None else (need(hf, "n_group"), need(hf, "topk_group"))
 
 
-def _config(hf: HFConfig, check: Callable[[HFConfig], None], routing: dict[str, Any]) -> dict[str, Any]:
+def latent_config(hf: HFConfig, check: Callable[[HFConfig], None], routing: dict[str, Any]) -> dict[str, Any]:
+    """Return Megatron's fields for latent attention with the given routing."""
     check(hf)
     return {
         **blocks.common_config(hf),
@@ -91,16 +92,25 @@ def experts_config(hf: HFConfig) -> dict[str, Any]:
     )
 
 
-def _layer_v3(hf: HFConfig, layer: int, experts: Iterable[int]) -> list[Param]:
-    rows = partial(_decoder_layer, experts=experts, bias=True)
+def v3_layer(
+    hf: HFConfig, layer: int, experts: Iterable[int], attention: Callable[[HFConfig, int], list[Param]] | None = None
+) -> list[Param]:
+    """Return the table of a layer with a balancing bias. attention: `latent_attention` by default."""
+    rows = partial(_decoder_layer, experts=experts, bias=True, attention=attention)
     return rows(hf, layer) if layer < need(hf, "num_hidden_layers") else mtp_layer(hf, layer, rows)
 
 
-def _decoder_layer(hf: HFConfig, layer: int, experts: Iterable[int], bias: bool = False) -> list[Param]:
+def _decoder_layer(
+    hf: HFConfig,
+    layer: int,
+    experts: Iterable[int],
+    bias: bool = False,
+    attention: Callable[[HFConfig, int], list[Param]] | None = None,
+) -> list[Param]:
     megatron, hf_layer, hidden = f"decoder.layers.{layer}", f"model.layers.{layer}", need(hf, "hidden_size")
     return [
         norm(f"{megatron}.input_layernorm", f"{hf_layer}.input_layernorm", hidden),
-        *_attention(hf, layer),
+        *(attention or latent_attention)(hf, layer),
         norm(f"{megatron}.pre_mlp_layernorm", f"{hf_layer}.post_attention_layernorm", hidden),
         *mlp(hf, layer, experts, bias),
     ]
@@ -163,7 +173,8 @@ def untrained_prefixes(hf: HFConfig) -> tuple[str, ...]:
     return tuple(f"model.layers.{first + k}." for k in range(num_mtp_layers(hf)))
 
 
-def _attention(hf: HFConfig, layer: int) -> list[Param]:
+def latent_attention(hf: HFConfig, layer: int) -> list[Param]:
+    """Return multi-head latent attention without the layer's norms."""
     megatron, hf_prefix = f"decoder.layers.{layer}.self_attention", f"model.layers.{layer}.self_attn"
     hidden, heads, latent = need(hf, "hidden_size"), need(hf, HEADS), need(hf, "kv_lora_rank")
     nope, rope, value = need(hf, "qk_nope_head_dim"), need(hf, "qk_rope_head_dim"), need(hf, "v_head_dim")
@@ -224,6 +235,14 @@ def _rope(hf: HFConfig) -> dict[str, Any]:
 
 
 def _check(hf: HFConfig, fields: dict[str, Any]) -> None:
+    check_attention(hf, fields)
+    # SGLang applies it to the latents' norms, for which transformers has 1e-6
+    # Kimi-K2-Thinking has 1e-5. The trainer then computes what the engine does, and transformers something else.
+    config_json.require(hf, "rms_norm_eps", 1e-6, (1e-5,) if hf.get("model_type") in ("kimi_k2", KIMI_K25) else ())
+
+
+def check_attention(hf: HFConfig, fields: dict[str, Any]) -> None:
+    """Raise ConfigError for wrong types, and for options of latent attention that are not implemented."""
     config_json.require_types(hf, fields)
     config_json.require_common(hf)
     if need(hf, "qk_rope_head_dim") % 2:
@@ -237,9 +256,6 @@ def _check(hf: HFConfig, fields: dict[str, Any]) -> None:
     for key, size in {"head_dim": rope_dim, "qk_head_dim": need(hf, "qk_nope_head_dim") + rope_dim}.items():
         if key in hf:
             config_json.require(hf, key, size)
-    # SGLang applies it to the latents' norms, as Megatron does, for which transformers has 1e-6. Kimi-K2-Thinking's is
-    # 1e-5, so the engine decides there.
-    config_json.require(hf, "rms_norm_eps", 1e-6, (1e-5,) if hf.get("model_type") in ("kimi_k2", KIMI_K25) else ())
     _rope(hf)
 
 
@@ -317,7 +333,7 @@ V2 = Family(
     "DeepseekV2ForCausalLM",
     "deepseek_v2",
     _check_v2,
-    partial(_config, check=_check_v2, routing=SOFTMAX_ROUTING),
+    partial(latent_config, check=_check_v2, routing=SOFTMAX_ROUTING),
     blocks.gpt_kwargs,
     _decoder_layer,
     num_experts,
@@ -328,9 +344,9 @@ V3 = Family(
     "DeepseekV3ForCausalLM",
     "deepseek_v3",
     _check_v3,
-    partial(_config, check=_check_v3, routing=SIGMOID_ROUTING),
+    partial(latent_config, check=_check_v3, routing=SIGMOID_ROUTING),
     blocks.gpt_kwargs,
-    _layer_v3,
+    v3_layer,
     num_experts,
     tool_call_parser="deepseekv3",
     parsers_by_type={"kimi_k2": "kimi_k2"},

@@ -64,10 +64,11 @@ def is_fp8(hf: Mapping[str, Any]) -> bool:
 def is_quantised(param: Param) -> bool:
     """Return whether a parameter is FP8 in such a checkpoint.
 
-    The matrices of attention, MLPs and experts are; router, norms, embedding, head and the MTP projection are not.
+    The matrices of attention, MLPs and experts are; router, norms, embedding, head, the MTP projection and the head
+    weights of indexers are not.
     """
     in_layer = param.megatron.startswith(("decoder.layers.", "mtp.layers."))
-    is_excluded = ".router." in param.megatron or ".eh_proj." in param.megatron
+    is_excluded = any(name in param.megatron for name in (".router.", ".eh_proj.", ".linear_weights_proj."))
     return in_layer and not is_excluded and all(len(tensor.shape) == 2 for tensor in param.hf)
 
 

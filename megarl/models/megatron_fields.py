@@ -26,6 +26,7 @@ CONFIG_KEYS = {
     "deterministic_mode": "train.deterministic",
     "mtp_num_layers": "train.mtp_loss_coef",
     "mtp_loss_scaling_factor": "train.mtp_loss_coef",
+    "dsa_indexer_loss_coeff": "train.indexer_loss_coef",
 }
 """Fields that a key of MegaRL's sets."""
 
@@ -73,8 +74,9 @@ MODEL_FIELDS = frozenset(
     "experimental_attention_variant heterogeneous_block_specs is_hybrid_model linear_attention_freq "
     "linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim "
     "dsa_indexer_head_dim dsa_indexer_n_heads dsa_indexer_topk dsa_indexer_topk_freq dsa_indexer_scoring_relu "
-    "dsa_indexer_rope_interleaved dsa_indexer_rotate_activation mamba_head_dim mamba_num_groups mamba_num_heads "
-    "mamba_state_dim mtp_use_repeated_layer mtp_hybrid_override_pattern".split()
+    "dsa_indexer_rope_interleaved dsa_indexer_rotate_activation dsa_indexer_skip_topk_offset "
+    "dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32 dsa_indexer_use_sparse_loss mamba_head_dim mamba_num_groups "
+    "mamba_num_heads mamba_state_dim mtp_use_repeated_layer mtp_hybrid_override_pattern".split()
 )
 """Fields that define what the model computes, which config.json decides. Others of a family may be overridden."""
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import Config, ConfigError, plugins, strict
-from megarl.models import deepseek, gpt_oss, gqa, qwen3_next
+from megarl.models import deepseek, deepseek_sparse, gpt_oss, gqa, qwen3_next
 from megarl.models.config_json import need
 from megarl.models.family import CAUSAL_LM, CLASSIFIER, Family, HFConfig
 from megarl.models.layout_algebra import Param
@@ -21,6 +21,8 @@ _MOE = (
     gpt_oss.GPT_OSS,
     qwen3_next.QWEN3_NEXT,
     qwen3_next.QWEN3_5_MOE,
+    deepseek_sparse.V32,
+    deepseek_sparse.GLM_MOE_DSA,
 )
 FAMILIES: dict[str, Family] = {family.architecture: family for family in _DENSE + _MOE}
 

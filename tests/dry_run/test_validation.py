@@ -703,6 +703,7 @@ def test_cluster_recipes_fit_their_gpus() -> None:
         ("deepseek_v3_671b", 141, []),
         ("deepseek_v3_671b", 80, ["algorithm=grpo", "rollout.tp=64", "rollout.ep=64"]),
         ("deepseek_v3_671b_256", 141, []),
+        ("glm_5", 141, []),
         ("qwen3_235b", 80, []),
         ("qwen3_30b_a3b", 80, []),
         ("gpt_oss_20b", 80, []),

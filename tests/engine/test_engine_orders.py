@@ -52,6 +52,11 @@ def glm4_moe_with_mtp(seed: int) -> PreTrainedModel:
     return tiny_models.glm4_moe(seed, num_nextn_predict_layers=1)
 
 
+def deepseek_v32_with_mtp(seed: int) -> PreTrainedModel:
+    """With its multi-token-prediction layer, which has an indexer and drafts."""
+    return tiny_models.deepseek_v32(seed, num_nextn_predict_layers=1)
+
+
 @pytest.mark.parametrize(
     ("build", "layout"),
     [
@@ -66,6 +71,8 @@ def glm4_moe_with_mtp(seed: int) -> PreTrainedModel:
         (tiny_models.gpt_oss, EngineLayout(2)),
         (tiny_models.qwen3_next, EngineLayout(2)),
         (tiny_models.qwen3_5_moe, EngineLayout(2, ep=2)),
+        pytest.param(deepseek_v32_with_mtp, EngineLayout(2, draft=True), marks=pytest.mark.nightly),
+        pytest.param(tiny_models.glm_moe_dsa, EngineLayout(2, ep=2), marks=pytest.mark.nightly),
     ],
     ids=[
         "qwen2-tp2",
@@ -79,6 +86,8 @@ def glm4_moe_with_mtp(seed: int) -> PreTrainedModel:
         "gpt_oss-tp2",
         "qwen3_next-tp2",
         "qwen3_5_moe-tp2-ep2",
+        "deepseek_v32-tp2-draft",
+        "glm_moe_dsa-tp2-ep2",
     ],
 )
 def test_families_on_two_ranks(

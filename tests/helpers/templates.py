@@ -55,6 +55,29 @@ DEEPSEEK = (
     "{% if m.content is not none %}{{ m.content + '<｜end▁of▁sentence｜>' }}{% endif %}{% endif %}{% endfor %}"
     "{% if state.tool %}<｜tool▁outputs▁end｜>{% elif add_generation_prompt %}<｜Assistant｜>{% endif %}"
 )
+# Like GLM 4.7's: without line breaks in calls.
+GLM47 = (
+    GLM.replace("'\n<tool_call>' + call.function.name + '\n'", "'<tool_call>' + call.function.name")
+    .replace("'</arg_key>\n<arg_value>'", "'</arg_key><arg_value>'")
+    .replace("'</arg_value>\n'", "'</arg_value>'")
+)
+# Arguments are typed, and an answer after results is a part of the turn.
+DEEPSEEK32 = (
+    "<｜begin▁of▁sentence｜>{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '<｜User｜>' + m.content }}"
+    "{% elif m.role == 'tool' %}{% if loop.previtem.role != 'tool' %}{{ '\n\n<function_results>' }}{% endif %}"
+    "{{ '\n<result>' + m.content + '</result>' }}"
+    "{% if loop.last or loop.nextitem.role != 'tool' %}{{ '\n</function_results>\n\n' }}{% endif %}"
+    "{% elif m.role == 'assistant' %}{% if loop.first or loop.previtem.role != 'tool' %}<｜Assistant｜>{% endif %}"
+    "{{ m.content or '' }}{% if m.tool_calls %}{{ '\n\n<｜DSML｜function_calls>\n' }}{% for call in m.tool_calls %}"
+    "{{ '<｜DSML｜invoke name=\"' + call.function.name + '\">\n' }}"
+    "{% for key, value in call.function.arguments.items() %}"
+    "{{ '<｜DSML｜parameter name=\"' + key + '\" string=\"' + ('true' if value is string else 'false') + '\">' }}"
+    "{{ value if value is string else value | tojson }}{{ '</｜DSML｜parameter>\n' }}{% endfor %}"
+    "{{ '</｜DSML｜invoke>\n' }}{% endfor %}</｜DSML｜function_calls>{% endif %}<｜end▁of▁sentence｜>"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt and messages[-1].role != 'tool' %}<｜Assistant｜>{% endif %}"
+)
 # Prints a call's id and a tool's name.
 KIMI = (
     "{% if tools %}<|im_system|>tool_declare<|im_middle|>{{ tools | tojson }}<|im_end|>{% endif %}"
@@ -137,6 +160,28 @@ PUBLISHED = {
         observation="\n<tool_response>\n3\n</tool_response><|assistant|>",
         parser="glm45",
         eos=("<|endoftext|>", "<|user|>", "<|observation|>"),
+    ),
+    "glm47": ChatFormat(
+        GLM47,
+        ("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
+        after_call="<|observation|>",
+        after_answer="<|endoftext|>",
+        end_tokens=("<|endoftext|>", "<|user|>", "<|observation|>"),
+        call="\n<think></think><tool_call>calculator<arg_key>expression</arg_key><arg_value>1+2</arg_value></tool_call>",
+        observation="\n<tool_response>\n3\n</tool_response><|assistant|>",
+        parser="glm47",
+        eos=("<|endoftext|>", "<|user|>", "<|observation|>"),
+    ),
+    "deepseek32": ChatFormat(
+        DEEPSEEK32,
+        ("<｜end▁of▁sentence｜>", "<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "｜DSML｜"),
+        after_call="<｜end▁of▁sentence｜>",
+        after_answer="<｜end▁of▁sentence｜>",
+        end_tokens=("<｜end▁of▁sentence｜>",),
+        call='\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="calculator">\n<｜DSML｜parameter name="expression" '
+        'string="true">1+2</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+        observation="\n\n<function_results>\n<result>3</result>\n</function_results>\n\n",
+        parser="deepseekv32",
     ),
     "deepseek": ChatFormat(
         DEEPSEEK,

@@ -18,10 +18,14 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GlmMoeDsaConfig,
+    GlmMoeDsaForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
@@ -186,6 +190,37 @@ def deepseek_v3(seed: int = 0, rope: bool = True, **changes: Any) -> PreTrainedM
     return randomize(DeepseekV3ForCausalLM(DeepseekV3Config(**(settings | changes))), seed)
 
 
+def deepseek_v32(seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """Sparse attention to 8 keys, whose indexer has so many heads that ReLU makes no two scores equal."""
+    return randomize(DeepseekV32ForCausalLM(DeepseekV32Config(**(_sparse() | changes))), seed)
+
+
+def glm_moe_dsa(seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """The same with interleaved rotation, and the second of three layers shares the first one's choice of keys."""
+    sharing = {"index_topk_freq": 2, "index_skip_topk_offset": 1, "indexer_rope_interleave": True}
+    return randomize(GlmMoeDsaForCausalLM(GlmMoeDsaConfig(**(_sparse() | sharing | changes))), seed)
+
+
+def _sparse() -> dict[str, Any]:
+    return _common(4) | {
+        "num_hidden_layers": 3,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 16,
+        "index_topk": 8,
+        "index_head_dim": 32,
+        "index_n_heads": 16,
+        "num_nextn_predict_layers": 0,
+    }
+
+
 def mtp_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Return the tensors of a model's multi-token-prediction layer, by HF's names; transformers has no such layer.
 
@@ -196,7 +231,10 @@ def mtp_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     config, number, width = model.config, model.config.num_hidden_layers, model.config.hidden_size
     assert config.num_nextn_predict_layers == 1
     seed = int(model.lm_head.weight.detach().abs().sum())  # the layer depends on the model
-    with_mtp = type(model)(type(config)(**(config.to_dict() | {"num_hidden_layers": number + 1})))
+    values = {
+        key: value for key, value in config.to_dict().items() if not key.endswith(("layer_types", "indexer_types"))
+    }
+    with_mtp = type(model)(type(config)(**(values | {"num_hidden_layers": number + 1})))
     with TemporaryDirectory() as folder:  # saving names the experts
         randomize(with_mtp, seed).save_pretrained(folder)
         layer = load_file(Path(folder, "model.safetensors"))
@@ -327,7 +365,7 @@ def save(model: PreTrainedModel, folder: Path) -> Path:
     file = folder / "config.json"
     config = json.loads(file.read_text())
     published = config.pop("published", config["model_type"])  # the name in the authors' config.json
-    if config["model_type"] == "deepseek_v3":
+    if config["model_type"] in ("deepseek_v3", "deepseek_v32", "glm_moe_dsa"):
         config |= {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
     if config["model_type"] == "gemma2":
         config |= {"hidden_act": "gelu_pytorch_tanh"}
@@ -351,6 +389,21 @@ def record_experts(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
     result: list[torch.Tensor] = []
     gates = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
     hooks = [gate.register_forward_hook(lambda _, __, out: result.append(out[2])) for gate in gates]
+    yield result
+    for hook in hooks:
+        hook.remove()
+
+
+@contextmanager
+def record_keys(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
+    """Record the keys that sparse attention chooses in the next forward pass: [tokens, topk] per layer that chooses."""
+    result: list[torch.Tensor] = []
+    indexers = [getattr(layer.self_attn, "indexer", None) for layer in model.model.layers]
+    hooks = [
+        indexer.register_forward_hook(lambda _, __, out: result.append(out[0]))
+        for indexer in indexers
+        if indexer is not None
+    ]
     yield result
     for hook in hooks:
         hook.remove()

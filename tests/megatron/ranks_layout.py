@@ -1,7 +1,8 @@
 """One layout: forward, loss, every gradient and one optimizer step of each family compared with transformers and torch.
 
 Arguments: layout (tp=2,ep=2), family:role (separated by blanks), folder for checkpoints. A layout may include flags
-(tp=2,overlap,recompute). family:role@pp=2 has its own layout, as a critic can. Prints the largest differences.
+(tp=2,overlap,recompute; dsa for Megatron's module of sparse attention). family:role@pp=2 has its own layout, as a
+critic can. Prints the largest differences.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ torch.set_num_threads(1)
 import reference  # noqa: E402
 import replay  # noqa: E402
 import sampling_masks  # noqa: E402
+import sparse_indices  # noqa: E402
 import tiny  # noqa: E402
 
 from megarl.algorithms.losses import bradley_terry  # noqa: E402
@@ -125,7 +127,8 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
             ],
         }
     if layout.get("vpp", 1) > 1:
-        tiny.HF[family]["num_hidden_layers"] = layout["pp"] * layout["vpp"]
+        period = tiny.HF[family].get("index_topk_freq", 1)  # of layers that share indices, which parts cannot
+        tiny.HF[family]["num_hidden_layers"] = layout["pp"] * layout["vpp"] * period
     elif layout.get("pp", 1) > 1 and tiny.HF[family]["num_hidden_layers"] == 3:
         # Three layers split unevenly, which gives a stage without experts.
         megatron["num_layers_in_first_pipeline_stage"] = 1
@@ -240,6 +243,12 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
             family, layout, uneven, RANKS, lambda model: gather(model, shard_of_gradient(model), True)
         )
         result |= {f"replay {name}": value for name, value in actual.items()}
+    if role == "actor" and family in sparse_indices.FAMILIES:
+        uneven = {name: value for name, value in megatron.items() if not name.startswith("recompute")}
+        actual = sparse_indices.check(
+            family, layout, uneven, RANKS, lambda model: gather(model, shard_of_gradient(model), True)
+        )
+        result |= {f"indices {name}": value for name, value in actual.items()}
     if role == "actor" and family in sampling_masks.FAMILIES:
         without_recompute = {name: value for name, value in megatron.items() if not name.startswith("recompute")}
         actual = sampling_masks.check(
@@ -408,6 +417,8 @@ if __name__ == "__main__":
 
     norm_counting.set_flags = with_transformer_engine_flags(norm_counting.set_flags)
     layout, OPTIONS = parse_layout(sys.argv[1]), sys.argv[1].split(",")
+    if "dsa" in OPTIONS:
+        sparse_indices.use_megatron_module()
     RANKS = parallel_ranks.initialize(tiny.config(**layout).parallel, timeout_s=120)
     results = {}
     for item in sys.argv[2].split():

@@ -173,6 +173,14 @@ HF["qwen3_5_moe"] = {
 HF["deepseek_v3_mtp"] = HF["deepseek_v3"] | dict(num_nextn_predict_layers=2)
 HF["glm4_moe_mtp"] = HF["glm4_moe"] | dict(num_nextn_predict_layers=1)
 
+
+# index_topk is below the length of the longer sequences; with many heads, ReLU leaves no keys with equal scores.
+SPARSE: dict[str, Any] = dict(index_topk=6, index_head_dim=16, index_n_heads=16)
+HF["deepseek_v32"] = HF["deepseek_v3"] | SPARSE | dict(architectures=["DeepseekV32ForCausalLM"])
+HF["glm_moe_dsa"] = HF["deepseek_v3"] | SPARSE | dict(architectures=["GlmMoeDsaForCausalLM"])
+HF["glm_moe_dsa"] |= dict(num_hidden_layers=4, index_topk_freq=2, index_skip_topk_offset=1)
+HF["glm_moe_dsa"] |= dict(indexer_rope_interleave=True)
+HF["glm_moe_dsa_mtp"] = HF["glm_moe_dsa"] | dict(num_nextn_predict_layers=1)
 # Scaled rotary embeddings, whose sequences here are longer than the original length.
 YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=16.0, original_max_position_embeddings=12, beta_fast=2.0)
 HF["qwen3_yarn"] = HF["qwen3"] | dict(rope_parameters=YARN | dict(truncate=False, mscale=1.0, mscale_all_dim=0.5))
@@ -301,7 +309,10 @@ def shard_batch(batch: TrainBatch) -> TrainBatch:
     supported = (
         None if batch.sampling_mask is None else torch.tensor([len(record.ids) for record in batch.sampling_mask])
     )
-    sharding = BatchSharding(batch.lengths, torch.tensor(num_routed), owner, local, all_ranks, supported)
+    indexed = None
+    if batch.sparse_indices is not None:
+        indexed = torch.tensor([len(record) for record in batch.sparse_indices])
+    sharding = BatchSharding(batch.lengths, torch.tensor(num_routed), owner, local, all_ranks, supported, indexed)
     part = batch.select(local.tolist())
     return replace(part, group=batch.group, sequence_reward=batch.sequence_reward, sharding=sharding)
 

@@ -28,6 +28,7 @@ import tiny  # noqa: E402
 pytestmark = pytest.mark.alone
 
 FAMILY_NAMES = ("qwen2", "qwen3", "llama", "gemma2", "qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3", "gpt_oss")
+FAMILY_NAMES += ("deepseek_v32", "glm_moe_dsa")
 ALIASES = {"num_mtp_layers": "num_nextn_predict_layers", "num_experts": "num_local_experts"}
 """Class fields and the names that transformers writes them under."""
 
@@ -70,6 +71,8 @@ SOURCES = {
     "deepseek_v2": ("deepseek_v2",),
     "deepseek_v3": ("deepseek_v2", "deepseek_nextn"),
     "gpt_oss": ("gpt_oss",),
+    "deepseek_v32": ("deepseek_v2", "deepseek_nextn"),
+    "glm_moe_dsa": ("deepseek_v2", "deepseek_nextn"),
 }
 """SGLang's files for each family, in srt/models."""
 

@@ -42,7 +42,8 @@ def masked_half(flops: Flops, length: int) -> float:
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3_moe", "deepseek_v3", "deepseek_v2", "glm4_moe", "qwen3", "llama", "gemma2", "gpt_oss"]
+    "family",
+    ["qwen3_moe", "deepseek_v3", "deepseek_v2", "glm4_moe", "qwen3", "llama", "gemma2", "gpt_oss", "glm_moe_dsa"],
 )
 def test_flops_match_torch_within_one_percent(family: str) -> None:
     hf = TINY.HF[family]

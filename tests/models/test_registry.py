@@ -77,6 +77,8 @@ GLM = MOE | {
     "partial_rotary_factor": 0.5,
     "num_nextn_predict_layers": 0,
 }
+SPARSE = {"index_topk": 4, "index_head_dim": 8, "index_n_heads": 2}
+SHARING = {"index_topk_freq": 2, "index_skip_topk_offset": 1}
 V2 = MLA | {"topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": False, "n_group": 1, "topk_group": 1}
 GROUPS = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
 GEMMA2 = (
@@ -104,6 +106,9 @@ MODELS = {
     "deepseek_v2 with groups": ("DeepseekV2", V2 | GROUPS),
     "deepseek_v3": ("DeepseekV3", MLA | {"rope_parameters": YARN}),
     "deepseek_v3 without q_lora": ("DeepseekV3", MLA | {"q_lora_rank": None}),
+    "deepseek_v32": ("DeepseekV32", MLA | SPARSE | {"rope_parameters": YARN}),
+    "glm_moe_dsa": ("GlmMoeDsa", MLA | SPARSE | {"indexer_rope_interleave": True, "rms_norm_eps": 1e-5}),
+    "glm_moe_dsa sharing": ("GlmMoeDsa", MLA | SPARSE | SHARING | {"indexer_rope_interleave": True}),
 }
 
 

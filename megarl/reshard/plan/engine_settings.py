@@ -215,6 +215,7 @@ ENVIRONMENT = {
     "SGLANG_SHARED_EXPERT_TP1": "0",  # would put whole shared experts on every rank
     "SGLANG_FORCE_FP8_MARLIN": "0",  # would repack FP8
     "SGLANG_OPT_HOPPER_BLOCK_FP8_BF16": "0",  # would compute with a copy of the weights
+    "SGLANG_DISABLE_DSA_INDEXER_FUSION": "1",  # would join two weights of GLM-5's indexer
     "SGLANG_ENABLE_EMBED_REPLICATION": "0",  # would put the whole embedding on every rank
 }
 """SGLang's environment variables that concern weights, as every engine must have them."""
