@@ -236,7 +236,7 @@ def _rope(hf: HFConfig) -> dict[str, Any]:
 
 def _check(hf: HFConfig, fields: dict[str, Any]) -> None:
     check_attention(hf, fields)
-    # SGLang applies it to the latents' norms, for which transformers has 1e-6
+    # SGLang applies it to the latents' norms, for which transformers has 1e-6.
     # Kimi-K2-Thinking has 1e-5. The trainer then computes what the engine does, and transformers something else.
     config_json.require(hf, "rms_norm_eps", 1e-6, (1e-5,) if hf.get("model_type") in ("kimi_k2", KIMI_K25) else ())
 
