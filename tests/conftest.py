@@ -15,7 +15,11 @@ if TYPE_CHECKING:
     from engines import RunningEngine
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path += [str(ROOT / "tests"), str(ROOT / "tests/helpers")]  # what tests of several folders share
+sys.path += [
+    str(ROOT / "tests"),
+    str(ROOT / "tests/helpers"),
+    str(ROOT / "tests/megatron"),
+]  # what tests of several folders share
 
 from rank_jobs import HAS_GPU, RankJobs, shared_jobs  # noqa: E402
 

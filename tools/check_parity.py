@@ -20,6 +20,7 @@ import tempfile
 import urllib.request
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from local_ranks import run
 from rich import box
@@ -151,7 +152,9 @@ def engine_gap(family: str, layout: str) -> dict[str, float]:
         truth, _ = reference.policy(model, batch)
     with tempfile.TemporaryDirectory() as folder:
         path = str(tiny_models.save(model, Path(folder) / "model"))
-        rollout = {"max_context": 64, "max_new_tokens": 8, "concurrency": 8, **sizes}
+        rollout: dict[str, Any] = {"max_context": 64, "max_new_tokens": 8, "concurrency": 8, **sizes}
+        if any(Path(path).glob("*.py")):  # the class of config.json, if transformers has none
+            rollout["sglang"] = {"trust_remote_code": True}
         settings = {"run": {"dir": folder}, "model": {"path": path, "dtype": "float32"}, "rollout": rollout}
         engine = Engine(from_dict(settings), threads=1)
         engine.start()

@@ -111,6 +111,7 @@ def register() -> None:
     sglang_sparse_attention.install_record()
     if is_cpu():
         _patch_models()
+        _patch_minimax()
         _patch_expert_parallel()
         _patch_attention()
         _patch_gpt_oss()
@@ -217,6 +218,25 @@ def _patch_models() -> None:
         return torch.empty(dims, dtype=dtype, device=device)
 
     ALLOC_MEMORY_FUNCS["cpu"] = allocate
+
+
+def _patch_minimax() -> None:
+    """Replace the Triton kernels of MiniMax-M2's norms of queries and keys, over all heads of all ranks."""
+    from sglang.srt.models import minimax_m2
+
+    def norm(self: Any, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        mean = torch.stack([x.float().square().mean(-1) for x in (q, k)])
+        if self._world_size > 1:
+            mean = minimax_m2.attn_tp_all_reduce(mean) / self._world_size
+        factors = torch.rsqrt(mean + self._eps)[..., None]
+        weights = (self._q_norm.weight.float(), self._k_norm.weight.float())
+        queries, keys = (
+            (x.float() * factor * weight).to(x.dtype)
+            for x, factor, weight in zip((q, k), factors, weights, strict=True)
+        )
+        return queries, keys
+
+    minimax_m2.MiniMaxM2QKRMSNorm._forward_naive = norm
 
 
 def _patch_gpt_oss() -> None:

@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megarl.checkpoint import disk_space
 from megarl.config import Config, ConfigError, DataConfig, LoraConfig, server_args
@@ -84,6 +85,8 @@ def check_training_layout(hf: HFConfig, config: Config) -> None:
         fits = ", ".join(str(n) for n in range(1, experts + 1) if experts % n == 0)
         raise ConfigError(f"{parallel.ep=} does not divide the model's {experts} experts; sizes that do: {fits}")
     stage_layers(int(settings["num_layers"]), parallel.pp, settings, parallel.vpp)
+    if any(settings.get("linear_attention_freq") or ()):
+        _check_delta_nets(settings, config)
     lora = config.lora
     if lora.rank == 0 and lora.target_modules:
         raise ConfigError("lora.target_modules is set, but lora.rank=0 trains all weights; set lora.rank")
@@ -91,6 +94,20 @@ def check_training_layout(hf: HFConfig, config: Config) -> None:
         raise ConfigError(f"{lora.rank=} is beyond the model's hidden_size={hidden}; no matrix has more ranks")
     if lora.rank:
         adapter_params(family.params(hf, parallel.tp, parallel.etp), lora)  # raises for a missing target
+
+
+def _check_delta_nets(settings: Mapping[str, Any], config: Config) -> None:
+    parallel, heads = config.parallel, int(settings["linear_num_key_heads"])
+    if heads % (parallel.tp * parallel.cp):
+        raise ConfigError(
+            f"parallel.tp={parallel.tp} x cp={parallel.cp} does not divide the model's linear_num_key_heads={heads}, "
+            "which Megatron's gated delta net distributes over both"
+        )
+    if config.train.deterministic:
+        raise ConfigError(
+            "train.deterministic=true, but Megatron's gated delta net has no deterministic kernel for packed "
+            "sequences; set it to false"
+        )
 
 
 def check_role_layout(hf: HFConfig, config: Config, role: str) -> None:

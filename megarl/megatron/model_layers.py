@@ -15,19 +15,25 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core import tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megarl.models.rotary import ScaledRotary
+from megarl.parallel import device
 
 
 class ValueHead(torch.nn.Module):
@@ -108,6 +114,43 @@ class PlainQueryMLA(MLASelfAttention):  # type: ignore[misc]
             "q_layernorm": IdentityOp,
             "kv_layernorm": submodules.kv_layernorm,
         }
+
+
+class NormOverHeads(torch.nn.Module):
+    """RMSNorm of queries or keys over all heads of a token together, on all tensor parallel ranks, as in MiniMax-M2.
+
+    Megatron's norms of queries and keys are over each head. The weight has the elements of the rank's heads.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, *, num_heads: int) -> None:
+        super().__init__()
+        self.eps, self.num_heads = eps, num_heads
+        local = num_heads // config.tensor_model_parallel_size
+        self.weight = torch.nn.Parameter(torch.ones(local * hidden_size, dtype=config.params_dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Norm [..., local heads, head dim]."""
+        heads = x.flatten(-2).float()
+        total = heads.square().sum(-1, keepdim=True)
+        # Sum forward, and also backward: each rank norms other heads by this sum.
+        total = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(total))
+        mean = total / (self.num_heads * x.shape[-1])
+        return (heads * torch.rsqrt(mean + self.eps)).to(x.dtype).mul(self.weight).view(x.shape)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return the weight for Megatron's distributed checkpoint, sharded along its only dimension."""
+        assert metadata is not None
+        state: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True),
+            prefix,
+            {"weight": 0},
+            sharded_offsets,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+        return state
 
 
 def scale_rotary(model: GPTModel, rotary: ScaledRotary) -> None:
@@ -201,16 +244,66 @@ class GroupMaxTopK:
         return replayed
 
 
-class GroupLimitedRouter(TopKRouter):  # type: ignore[misc]
-    """Megatron's router, except that it chooses experts by `group_max_topk`."""
+class _OwnTopKRouter(TopKRouter):  # type: ignore[misc]
+    """Megatron's router, except that it chooses experts as `wrap_replay` does."""
 
     router_replay: Any
 
+    def wrap_replay(self, replay: Any) -> Any:
+        """Return the hook that replaces `replay`, the installed one or None."""
+        raise NotImplementedError
+
     def routing(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         replay = self.router_replay
-        self.router_replay = GroupMaxTopK(replay)
+        self.router_replay = self.wrap_replay(replay)
         try:
             probs, routing_map = super().routing(*args, **kwargs)
         finally:
             self.router_replay = replay
         return probs, routing_map
+
+
+class GroupLimitedRouter(_OwnTopKRouter):
+    """Megatron's router, except that it chooses experts by `group_max_topk`."""
+
+    def wrap_replay(self, replay: Any) -> Any:
+        return GroupMaxTopK(replay)
+
+
+# --- softmax routing with a balancing bias ----------------------------------------------------------------------------
+
+
+class BiasedTopK:
+    """Chooses experts by softmax probability plus bias and returns their probabilities, normalised, without the bias.
+
+    Megatron has such a bias for sigmoid scores only. Wraps the replay already installed, if any.
+    """
+
+    def __init__(self, replay: Any, bias: torch.Tensor) -> None:
+        self.replay, self.bias = replay, bias
+
+    def get_replay_topk(
+        self, scores: torch.Tensor, topk: int, num_groups: None, group_topk: None, default_compute_topk: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        arguments = (scores + self.bias).detach(), topk, num_groups, group_topk
+        if self.replay is None:
+            _, chosen = default_compute_topk(*arguments)
+        else:
+            _, chosen = self.replay.get_replay_topk(*arguments, default_compute_topk)
+        weights = scores.gather(1, chosen)
+        return weights / weights.sum(dim=-1, keepdim=True), chosen
+
+
+class SoftmaxBiasRouter(_OwnTopKRouter):
+    """Megatron's router with ERNIE 4.5's choice of experts; `expert_bias` has the shape of its checkpoints, [1, E]."""
+
+    expert_bias: torch.Tensor
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        del self.expert_bias
+        bias = torch.zeros(1, config.num_moe_experts, dtype=torch.float32, device=device.device())
+        self.register_buffer("expert_bias", bias)
+
+    def wrap_replay(self, replay: Any) -> Any:
+        return BiasedTopK(replay, self.expert_bias)

@@ -1,7 +1,7 @@
-"""DeepSeek-V2 and V3: multi-head latent attention, shared experts, and dense first layers.
+"""DeepSeek-V2 and V3, and GLM-4.7-Flash: multi-head latent attention, shared experts, and dense first layers.
 
 V3 (with R1, and Kimi K2 by its config.json) has sigmoid routing with groups and a balancing bias. V2 has softmax
-routing, with or without groups.
+routing, with or without groups. GLM-4.7-Flash has V3's layers with a router in FP32.
 """
 
 from __future__ import annotations
@@ -11,17 +11,22 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
-
 from megarl.config import ConfigError
 from megarl.config.strict import PositiveFloat
 from megarl.models import blocks, config_json
 from megarl.models.blocks import HEADS, norm, weight
-from megarl.models.config_json import Experts, Few, Size, need, read, rope_options
+from megarl.models.config_json import Experts, Few, Heads, Size, need, read, rope_options
 from megarl.models.family import Extras, Family
-from megarl.models.layout_algebra import Dim0Sharding, Dim1Sharding, EngineSlot, HFConfig, HFTensor, Param, Replicated
+from megarl.models.layout_algebra import Dim0Sharding, Dim1Sharding, HFConfig, HFTensor, Param, Replicated
 from megarl.models.rotary import yarn_scale
 
+config_json.DEFAULTS["glm4moelite"] = config_json.EXPERTS | {
+    "q_lora_rank": 768,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 1.8,
+    "num_mtp_layers": 0,
+    "rope_interleave": True,
+}
 FIELDS: dict[str, Any] = {
     **dict.fromkeys(("n_routed_experts", "num_experts_per_tok", "n_group", "topk_group"), Experts),
     **dict.fromkeys(("n_shared_experts", "first_k_dense_replace", "num_nextn_predict_layers", "num_mtp_layers"), Few),
@@ -100,6 +105,10 @@ def v3_layer(
     return rows(hf, layer) if layer < need(hf, "num_hidden_layers") else mtp_layer(hf, layer, rows)
 
 
+def _layer_glm4_moe_lite(hf: HFConfig, layer: int, experts: Iterable[int]) -> list[Param]:
+    return blocks.with_fp32_router(v3_layer(hf, layer, experts))
+
+
 def _decoder_layer(
     hf: HFConfig,
     layer: int,
@@ -116,7 +125,9 @@ def _decoder_layer(
     ]
 
 
-def mlp(hf: HFConfig, layer: int, experts: Iterable[int], bias: bool) -> list[Param]:
+def mlp(
+    hf: HFConfig, layer: int, experts: Iterable[int], bias: bool, bias_name: str = "e_score_correction_bias"
+) -> list[Param]:
     """Return the MLP of a dense layer, or the router, its bias if any, experts and shared experts of an MoE layer."""
     if layer < _dense_layers(hf):
         return blocks.dense_mlp(hf, layer)
@@ -124,10 +135,8 @@ def mlp(hf: HFConfig, layer: int, experts: Iterable[int], bias: bool) -> list[Pa
     megatron, hf_mlp = f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.mlp"
     rows = blocks.moe_params(layer, hidden, ffn, num_experts(hf), experts)
     if bias:
-        tensor = HFTensor(f"{hf_mlp}.gate.e_score_correction_bias", (num_experts(hf),))
-        slot = EngineSlot(tensor.name, Replicated(), "attention")
-        name = f"{megatron}.router.expert_bias"
-        rows.insert(1, Param(name, (tensor,), Replicated(), slot, dtype=torch.float32, is_buffer=True))
+        tensor = HFTensor(f"{hf_mlp}.gate.{bias_name}", (num_experts(hf),))
+        rows.insert(1, blocks.router_bias(layer, tensor))
     if shared:
         width = "moe_intermediate_size x n_shared_experts"
         names = f"{megatron}.shared_experts", f"{hf_mlp}.shared_experts"
@@ -290,6 +299,24 @@ def _check_v3(hf: HFConfig) -> None:
     check_sigmoid_routing(hf)
 
 
+def _check_glm4_moe_lite(hf: HFConfig) -> None:
+    """Like V3's, except that `rms_norm_eps` may have any value, the published 1e-5.
+
+    SGLang and Megatron apply it to the latents' norms too, for which transformers has 1e-6.
+    """
+    fields = FIELDS | LATENT | {"mlp_layer_types": list[str] | None, "num_key_value_heads": Heads}
+    check_attention({"moe_layer_freq": 1, **hf}, fields)  # SGLang sets this key itself
+    config_json.require(hf, "rope_interleave", True)
+    config_json.require(hf, "topk_method", "noaux_tc")
+    config_json.require(hf, "num_mtp_layers", 0)  # num_nextn_predict_layers is read
+    check_sigmoid_routing(hf)
+    # SGLang reads the first key, transformers the second.
+    layers, types = need(hf, "num_hidden_layers"), hf.get("mlp_layer_types")
+    dense = 1 if types is None else types.count("dense")
+    config_json.require_present(hf, "first_k_dense_replace", dense)
+    config_json.require(hf, "mlp_layer_types", None, (["dense"] * dense + ["sparse"] * (layers - dense),))
+
+
 def require_groups(hf: HFConfig) -> None:
     """Raise ConfigError if experts cannot be chosen as the config requires."""
     config_json.require_experts(hf, experts := num_experts(hf))
@@ -354,6 +381,18 @@ V3 = Family(
     num_experts,
     tool_call_parser="deepseekv3",
     parsers_by_type={"kimi_k2": "kimi_k2"},
+    untrained_prefixes=untrained_prefixes,
+    num_mtp_layers=num_mtp_layers,
+)
+GLM4_MOE_LITE = Family(
+    "Glm4MoeLiteForCausalLM",
+    "glm4_moe_lite",
+    _check_glm4_moe_lite,
+    partial(latent_config, check=_check_glm4_moe_lite, routing=SIGMOID_ROUTING),
+    blocks.gpt_kwargs,
+    _layer_glm4_moe_lite,
+    num_experts,
+    tool_call_parser="glm47",
     untrained_prefixes=untrained_prefixes,
     num_mtp_layers=num_mtp_layers,
 )

@@ -26,7 +26,7 @@ SCALE_SUFFIX = "_scale_inv"  # of the name of a matrix's scale grid, [ceil(R / 1
 _IMPLEMENTED = {
     "quant_method": ("fp8",),
     "weight_block_size": ([BLOCK, BLOCK],),
-    "fmt": (None, "e4m3"),
+    "fmt": (None, "e4m3", "float8_e4m3fn"),
     "activation_scheme": (None, "dynamic"),
     "scale_fmt": (None, "float"),
 }

@@ -245,8 +245,9 @@ class HFWeights:
         extra = [name for name in extra if not name.endswith("rotary_emb.inv_freq")]  # derived; old files have it
         if HEAD in extra:  # the config ties the embeddings
             extra.remove(HEAD)  # some checkpoints duplicate the tied weight
-            if not torch.equal(self.get(HEAD), self.get(EMBEDDING)):
-                problem = f"{HEAD} differs from {EMBEDDING}, but config.json has tie_word_embeddings=true"
+            embedding = f"{family.embedding_name}.weight"
+            if not torch.equal(self.get(HEAD), self.get(embedding)):
+                problem = f"{HEAD} differs from {embedding}, but config.json has tie_word_embeddings=true"
                 raise ConfigError(f"{where} {problem}")
         if extra:
             problem = f"{_summarize_names(extra)} not part of {family.architecture} with this config.json"

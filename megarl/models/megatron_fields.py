@@ -133,8 +133,9 @@ def check(settings: Mapping[str, Any], mla: bool, extras: Extras = NO_EXTRAS) ->
             "model.megatron.fp8_recipe=delayed: Megatron 0.19.2 gives it override_linear_precision, which Transformer "
             f"Engine 2 does not accept; use {FP8_RECIPE}, blockwise (Hopper) or mxfp8 (Blackwell)"
         )
-    if extras.has_group_max_routing and settings.get("moe_router_fusion"):
-        raise ConfigError("model.megatron.moe_router_fusion: the fused router does not rank groups as this model does")
+    if extras.has_own_router and settings.get("moe_router_fusion"):
+        chosen = "rank groups" if extras.has_group_max_routing else "choose experts"
+        raise ConfigError(f"model.megatron.moe_router_fusion: the fused router does not {chosen} as this model does")
     for name in ("apply_rope_fusion", "fused_single_qkv_rope"):
         if extras.rotary and extras.rotary.scale != 1 and settings.get(name):
             raise ConfigError(

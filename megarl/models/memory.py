@@ -21,6 +21,7 @@ from megarl.models.family import HFConfig
 from megarl.models.fp8 import BLOCK, is_fp8, is_quantised
 from megarl.models.host_memory import checkpoint_copy
 from megarl.models.layout_algebra import (
+    FusedSharding,
     GatedQKVSharding,
     HFTensor,
     Param,
@@ -376,6 +377,10 @@ def engine_bytes(hf: HFConfig, tp: int, size: int, drafts: bool = False) -> int:
         elif isinstance(param.sharding, QKVSharding | GatedQKVSharding):
             q, k, v = (prod(tensor.shape) for tensor in param.hf)
             elements = q // tp + (k + v) // min(tp, param.sharding.num_kv_heads)
+        elif isinstance(param.sharding, FusedSharding):
+            heads, kv_heads, _ = param.sharding.units
+            head = param.size // sum(param.sharding.units)
+            elements = head * (heads // tp + 2 * kv_heads // min(tp, kv_heads))
         else:
             elements = -(-param.size * count // tp)
         total += elements * (1 + 4 / BLOCK**2 if fp8 and is_quantised(param) else size)

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import Config, ConfigError, plugins, strict
-from megarl.models import deepseek, deepseek_sparse, gpt_oss, gqa, qwen3_next
+from megarl.models import bailing, deepseek, deepseek_sparse, ernie, gpt_oss, gqa, mixtral, qwen3_next
 from megarl.models.config_json import has_default, need
 from megarl.models.family import CAUSAL_LM, CLASSIFIER, Family, HFConfig
 from megarl.models.layout_algebra import Param
 
-_DENSE = (gqa.QWEN2, gqa.QWEN3, gqa.LLAMA, gqa.GEMMA2)
+_DENSE = (gqa.QWEN2, gqa.QWEN3, gqa.LLAMA, gqa.GEMMA2, qwen3_next.QWEN3_5)
 _MOE = (
     gqa.QWEN3_MOE,
     deepseek.V2,
@@ -23,6 +23,11 @@ _MOE = (
     qwen3_next.QWEN3_5_MOE,
     deepseek_sparse.V32,
     deepseek_sparse.GLM_MOE_DSA,
+    mixtral.MINIMAX_M2,
+    mixtral.MIXTRAL,
+    deepseek.GLM4_MOE_LITE,
+    ernie.ERNIE4_5_MOE,
+    bailing.LING2,
 )
 _GENERATIVE = (CAUSAL_LM, "ForConditionalGeneration")
 FAMILIES: dict[str, Family] = {family.architecture: family for family in _DENSE + _MOE}

@@ -706,6 +706,8 @@ def test_cluster_recipes_fit_their_gpus() -> None:
         ("qwen3_235b", 80, []),
         ("qwen3_30b_a3b", 80, []),
         ("gpt_oss_20b", 80, []),
+        ("qwen3_next_80b_a3b", 80, []),
+        ("qwen3.5_35b_a3b", 80, []),
         ("qwen2.5_7b", 80, []),
         ("qwen2.5_7b", 80, ["algorithm=ppo", "parallel.tp=4"]),
         ("ppo_gsm8k", 40, []),
@@ -714,6 +716,7 @@ def test_cluster_recipes_fit_their_gpus() -> None:
         ("llama3_70b", 80, []),
         ("deepseek_r1", 141, ["parallel.world_size=256", "parallel.ep=16", "rollout.concurrency=512"]),
         ("deepseek_r1", 96, []),
+        *((name, 80, []) for name in ("minimax_m2", "glm4.7_flash", "mixtral_8x7b", "ernie4.5_21b", "ling_flash_2.0")),
     ):
         recipe = ROOT / "configs" / f"{name}.yaml"
         hf = ROOT / load_config(recipe).model.hf_config
@@ -725,7 +728,7 @@ def test_cluster_recipes_fit_their_gpus() -> None:
             continue
         # SGLang's memory fraction must hold the planned weights and KV cache.
         engine = report.memory[0].generation
-        needed = engine["engine weights"] + engine["engine KV cache"]
+        needed = engine["engine weights"] + engine["engine KV cache"] + engine.get("engine states", 0)
         assert needed < config.rollout.sglang["mem_fraction_static"] * gpu * 1e9, (name, needed)
 
 

@@ -40,6 +40,17 @@ GLM = (
     "{% else %}{{ '<|' + m.role + '|>\n' + m.content }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+# No head before an answer.
+MISTRAL = (
+    "<s>{% for tool in tools or [] %}{{ loop.first and '[AVAILABLE_TOOLS] ' or '' }}{{ tool | tojson }}"
+    "{{ loop.last and '[/AVAILABLE_TOOLS]' or '' }}{% endfor %}{% for m in messages %}"
+    "{% if m.role == 'tool' %}{{ '[TOOL_RESULTS] ' + m.content + '[/TOOL_RESULTS]' }}"
+    "{% elif m.role == 'assistant' %}{{ m.content or '' }}{% if m.tool_calls %}[TOOL_CALLS] ["
+    "{% for call in m.tool_calls %}"
+    "{{ '{\"name\": \"' + call.function.name + '\", \"arguments\": ' }}{{ call.function.arguments | tojson + '}' }}"
+    "{{ '' if loop.last else ', ' }}{% endfor %}]{% endif %}</s>"
+    "{% else %}{{ '[INST] ' + m.content + '[/INST]' }}{% endif %}{% endfor %}"
+)
 # Arguments are text, an answer is followed by no head of a turn, and a call in a message with content by an empty turn.
 DEEPSEEK = (
     "<｜begin▁of▁sentence｜>{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
@@ -107,6 +118,20 @@ GEMMA = (
     "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
     "{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' + m.content | trim }}"
     "{{ '<end_of_turn>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
+
+# Arguments between tags.
+MINIMAX = (
+    "]~!b[{% if tools %}]~b]system\n{% for tool in tools %}<tool>{{ tool.function | tojson }}</tool>\n{% endfor %}"
+    "[e~[\n{% endif %}{% for m in messages %}{% if m.role == 'tool' %}"
+    "{% if loop.previtem.role != 'tool' %}]~b]tool{% endif %}{{ '\n<response>' + m.content + '</response>' }}"
+    "{% if loop.last or loop.nextitem.role != 'tool' %}[e~[\n{% endif %}{% else %}"
+    "{{ ']~b]' + ('ai' if m.role == 'assistant' else m.role) + '\n' + (m.content or '') }}"
+    "{% if m.tool_calls %}{{ '\n<minimax:tool_call>\n' }}{% for call in m.tool_calls %}"
+    "{{ '<invoke name=\"' + call.function.name + '\">\n' }}{% for key, value in call.function.arguments.items() %}"
+    "{{ '<parameter name=\"' + key + '\">' }}{{ value if value is string else value | tojson }}"
+    "{{ '</parameter>\n' }}{% endfor %}{{ '</invoke>\n' }}{% endfor %}</minimax:tool_call>{% endif %}"
+    "[e~[\n{% endif %}{% endfor %}{% if add_generation_prompt %}]~b]ai\n{% endif %}"
 )
 
 
@@ -228,5 +253,26 @@ PUBLISHED = {
         "<|start_header_id|>assistant<|end_header_id|>\n\n",
         parser="llama3",
         eos=("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"),
+    ),
+    "minimax": ChatFormat(
+        MINIMAX,
+        ("[e~[", "]~!b[", "]~b]"),
+        after_call="[e~[",
+        after_answer="[e~[",
+        end_tokens=("[e~[",),
+        call='\n<minimax:tool_call>\n<invoke name="calculator">\n<parameter name="expression">1+2</parameter>\n'
+        "</invoke>\n</minimax:tool_call>",
+        observation="\n]~b]tool\n<response>3</response>[e~[\n]~b]ai\n",
+        parser="minimax-m2",
+    ),
+    "mistral": ChatFormat(
+        MISTRAL,
+        ("</s>", "<s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
+        after_call="</s>",
+        after_answer="</s>",
+        end_tokens=("</s>",),
+        call=f'[TOOL_CALLS] [{{"name": "calculator", "arguments": {_JSON}}}]',
+        observation="[TOOL_RESULTS] 3[/TOOL_RESULTS]",
+        parser="mistral",
     ),
 }

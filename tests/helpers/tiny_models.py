@@ -107,7 +107,7 @@ def randomize(model: PreTrainedModel, seed: int) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 tensor.copy_(0.1 * torch.randn(tensor.shape, generator=generator))
             elif not tensor.requires_grad:
                 continue
@@ -197,7 +197,8 @@ def deepseek_v32(seed: int = 0, **changes: Any) -> PreTrainedModel:
 
 def glm_moe_dsa(seed: int = 0, **changes: Any) -> PreTrainedModel:
     """The same with interleaved rotation, and the second of three layers shares the first one's choice of keys."""
-    sharing = {"index_topk_freq": 2, "index_skip_topk_offset": 1, "indexer_rope_interleave": True}
+    # transformers has this epsilon for the norms of latents, SGLang and Megatron that of the config
+    sharing = {"index_topk_freq": 2, "index_skip_topk_offset": 1, "indexer_rope_interleave": True, "rms_norm_eps": 1e-6}
     return randomize(GlmMoeDsaForCausalLM(GlmMoeDsaConfig(**(_sparse() | sharing | changes))), seed)
 
 
@@ -307,6 +308,22 @@ def glm4_moe(seed: int = 0, **changes: Any) -> PreTrainedModel:
     return randomize(Glm4MoeForCausalLM(Glm4MoeConfig(**(settings | changes))), seed)
 
 
+def families_without_builder() -> list[str]:
+    """Return the families that only `of_family` builds."""
+    import tiny
+
+    return [name for name in tiny.family_names() if name not in globals()]
+
+
+def of_family(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """Return a model with the configuration of `tests/megatron/tiny.py`, but the vocabulary and length of these."""
+    import tiny
+
+    shared = ("vocab_size", "max_position_embeddings", "eos_token_id", "bos_token_id", "pad_token_id")
+    values = tiny.HF[family] | {key: _common(1)[key] for key in shared} | changes
+    return randomize(tiny.set_latent_eps(tiny.hf_class(values)(tiny.hf_config(values))), seed)
+
+
 def gpt_oss(seed: int = 0, **changes: Any) -> PreTrainedModel:
     """With windows and an original context shorter than the prompts of the tests, and with clamps that matter."""
     yarn = {
@@ -387,7 +404,8 @@ def logprobs(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
 def record_experts(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
     """Record the chosen experts of the next forward pass: [tokens, topk] per MoE layer, empty for a dense model."""
     result: list[torch.Tensor] = []
-    gates = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+    routers = (getattr(layer.mlp, "gate", getattr(layer.mlp, "router", None)) for layer in model.model.layers)
+    gates = [router for router in routers if router is not None]
     hooks = [gate.register_forward_hook(lambda _, __, out: result.append(out[2])) for gate in gates]
     yield result
     for hook in hooks:

@@ -110,11 +110,12 @@ class Trainer:
         tree = {
             name: (p.grad if p.grad is not None else torch.zeros_like(p)) if grads else p.detach()
             for name, p in self.model.named_parameters()
+            if p.requires_grad or not grads
         }
         if not grads:
             saved = self.model.state_dict()  # without buffers that no checkpoint has
             tree |= {name: buffer for name, buffer in self.model.named_buffers() if name in saved}
-        result = tiny.split_experts(tree)
+        result = tiny.checkpoint_tensors(self.model, tree)
         if self.head is not None:
             result[HEAD] = self.head.grad if grads else self.head.detach()  # type: ignore[assignment]
         return result

@@ -158,8 +158,8 @@ HF["qwen3_next"] = dict(
     full_attention_interval=2,
     partial_rotary_factor=0.5,
     linear_conv_kernel_dim=4,
-    linear_key_head_dim=8,
-    linear_value_head_dim=12,
+    linear_key_head_dim=16,
+    linear_value_head_dim=24,
     linear_num_key_heads=4,
     linear_num_value_heads=8,
     tie_word_embeddings=False,
@@ -170,6 +170,10 @@ HF["qwen3_5_moe"] = {
     for key, value in HF["qwen3_next"].items()
     if key not in ("intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
 } | dict(architectures=["Qwen3_5MoeForCausalLM"])
+HF["qwen3_5"] = {
+    key: value for key, value in HF["qwen3_next"].items() if key in COMMON or "linear" in key or "full" in key
+} | dict(architectures=["Qwen3_5ForCausalLM"], head_dim=16, partial_rotary_factor=0.5, rope_theta=10000.0)
+HF["qwen3_5"]["tie_word_embeddings"] = True
 HF["deepseek_v3_mtp"] = HF["deepseek_v3"] | dict(num_nextn_predict_layers=2)
 HF["glm4_moe_mtp"] = HF["glm4_moe"] | dict(num_nextn_predict_layers=1)
 
@@ -186,34 +190,135 @@ YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=16.0, original_max_posi
 HF["qwen3_yarn"] = HF["qwen3"] | dict(rope_parameters=YARN | dict(truncate=False, mscale=1.0, mscale_all_dim=0.5))
 HF["glm4_moe_mtp"]["rope_parameters"] = YARN
 HF["deepseek_llm"]["rope_parameters"] = dict(rope_type="linear", rope_theta=10000.0, factor=4.0)
+HF["minimax_m2"] = dict(
+    COMMON,
+    architectures=["MiniMaxM2ForCausalLM"],
+    intermediate_size=24,
+    head_dim=16,
+    rotary_dim=8,
+    use_qk_norm=True,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    use_routing_bias=True,
+    scoring_func="sigmoid",
+    tie_word_embeddings=False,
+    rope_theta=10000.0,
+)
+
+HF["glm4_moe_lite"] = HF["deepseek_v3"] | dict(
+    architectures=["Glm4MoeLiteForCausalLM"],
+    rms_norm_eps=1e-5,  # as published; transformers does not apply it to the norms of the latents, see `hf_model`
+    num_hidden_layers=2,
+)
+HF["glm4_moe_lite_mtp"] = HF["glm4_moe_lite"] | dict(num_nextn_predict_layers=1)
+HF["mixtral"] = dict(
+    COMMON,
+    architectures=["MixtralForCausalLM"],
+    intermediate_size=24,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    tie_word_embeddings=False,
+    rope_theta=10000.0,
+)
+HF["ernie4_5_moe"] = dict(
+    COMMON,
+    architectures=["Ernie4_5_MoeForCausalLM"],
+    moe_num_experts=4,
+    moe_k=2,
+    moe_intermediate_size=24,
+    moe_num_shared_experts=2,
+    moe_layer_start_index=1,
+    tie_word_embeddings=True,
+    rope_theta=10000.0,
+)
+HF["ling2"] = dict(
+    COMMON,
+    architectures=["BailingMoeV2ForCausalLM"],
+    head_dim=16,
+    partial_rotary_factor=0.5,
+    use_qk_norm=True,
+    use_bias=False,
+    use_qkv_bias=False,
+    first_k_dense_replace=1,
+    num_experts=8,
+    num_shared_experts=1,
+    num_experts_per_tok=2,
+    n_group=4,
+    topk_group=1,
+    moe_intermediate_size=24,
+    moe_router_enable_expert_bias=True,
+    norm_topk_prob=True,
+    routed_scaling_factor=1.5,
+    router_dtype="fp32",
+    score_function="sigmoid",
+    tie_word_embeddings=False,
+    rope_theta=10000.0,
+)
 
 AUX_LOSSES = dict(moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.5, moe_z_loss_coeff=0.1)
 
 
 def hf_model(family: str) -> Any:
     """Return transformers' model in fp32 with seeded weights, and with norms and biases that are not ones and zeros."""
-    import transformers
-
-    values = {name: value for name, value in HF[family].items() if name != "architectures"}
-    config = getattr(transformers, HF[family]["architectures"][0]).config_class(**values)
+    config = hf_config(HF[family])
     config._attn_implementation = "eager"
     torch.manual_seed(0)
-    model = getattr(transformers, HF[family]["architectures"][0])(config).float().eval()
+    model = hf_class(HF[family])(config).float().eval()
     if HF[family].get("num_nextn_predict_layers"):
         import mtp
 
         mtp.add_layers(model)
+    set_latent_eps(model)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if "norm" in name or name.endswith(("bias", "sinks")):
                 tensor.add_(0.1 * torch.randn(tensor.shape, generator=generator))
+            elif name.endswith("A_log"):
+                tensor.sub_(3.0)  # decays of delta nets with which a state lasts for several tokens
+    return model
+
+
+def family_names() -> list[str]:
+    """Return one of the names in `HF` for each architecture, the first."""
+    first: dict[str, str] = {}
+    for name, hf in HF.items():
+        first.setdefault(hf["architectures"][0], name)
+    return list(first.values())
+
+
+def hf_class(hf: dict[str, Any]) -> Any:
+    """Return transformers' class of a model; for Ling 2 the tests' own."""
+    import ling
+    import transformers
+
+    name = hf["architectures"][0]
+    return getattr(transformers, name, None) or getattr(ling, name)
+
+
+def hf_config(hf: dict[str, Any]) -> Any:
+    """Return the configuration object of a config.json."""
+    return hf_class(hf).config_class(**{name: value for name, value in hf.items() if name != "architectures"})
+
+
+def set_latent_eps(model: Any) -> Any:
+    """Give the norms of latents the epsilon of config.json, as SGLang and Megatron do; transformers has 1e-6."""
+    for name, module in model.named_modules():
+        if name.endswith("_a_layernorm"):
+            module.variance_epsilon = model.config.rms_norm_eps
     return model
 
 
 def hf_tensors(model: Any) -> dict[str, torch.Tensor]:
     """Return the weights by their names in safetensors files, where each expert has its own tensors."""
-    return split_experts(model.state_dict())
+    return checkpoint_tensors(model, model.state_dict())
+
+
+def checkpoint_tensors(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return weights, or their gradients, as `save_pretrained` would write them, by the names in safetensors files."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return dict(revert_weight_conversion(model, tensors))
 
 
 def split_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from safetensors import safe_open
 
 from megarl.config import ConfigError
+from megarl.models.fp8 import is_fp8, is_quantised
 from megarl.models.hf_folder import open_hf
 from megarl.models.registry import FAMILIES, family_of, load_hf_config, param_count
 
@@ -90,6 +92,25 @@ GEMMA2 = (
         "final_logit_softcapping": 30.0,
     }
 )
+DELTA_NETS = SMALL | {
+    "head_dim": 8,
+    "full_attention_interval": 2,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 6,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+QWEN3_5_MOE = {
+    key: value for key, value in (MOE | DELTA_NETS).items() if key not in ("intermediate_size", "norm_topk_prob")
+}
+QWEN3_5_MOE |= {"num_experts": 4, "shared_expert_intermediate_size": 12}
+ERNIE = SMALL | {
+    "moe_num_experts": 4,
+    "moe_k": 2,
+    "moe_intermediate_size": 8,
+    "moe_num_shared_experts": 1,
+    "moe_layer_start_index": 1,
+}
 MODELS = {
     "qwen2": ("Qwen2", SMALL),
     "qwen2 tied": ("Qwen2", SMALL | {"tie_word_embeddings": True}),
@@ -101,28 +122,37 @@ MODELS = {
     "glm4_moe": ("Glm4Moe", GLM),
     "glm4_moe with norms": ("Glm4Moe", GLM | {"attention_bias": False, "use_qk_norm": True}),
     "gpt_oss": ("GptOss", SMALL | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2} | HARMONIC),
+    "qwen3_next": ("Qwen3Next", QWEN3_5_MOE | {"intermediate_size": 24, "norm_topk_prob": True}),
+    "qwen3_5_moe": ("Qwen3_5Moe", QWEN3_5_MOE),
+    "qwen3_5": ("Qwen3_5", DELTA_NETS | {"tie_word_embeddings": True}),
     "deepseek_v2": ("DeepseekV2", V2),
     "deepseek_v2 without q_lora": ("DeepseekV2", V2 | {"q_lora_rank": None, "rope_parameters": YARN}),
     "deepseek_v2 with groups": ("DeepseekV2", V2 | GROUPS),
     "deepseek_v3": ("DeepseekV3", MLA | {"rope_parameters": YARN}),
     "deepseek_v3 without q_lora": ("DeepseekV3", MLA | {"q_lora_rank": None}),
+    "ernie4_5_moe tied": ("Ernie4_5_Moe", ERNIE | {"tie_word_embeddings": True, "moe_num_shared_experts": 0}),
     "deepseek_v32": ("DeepseekV32", MLA | SPARSE | {"rope_parameters": YARN}),
     "glm_moe_dsa": ("GlmMoeDsa", MLA | SPARSE | {"indexer_rope_interleave": True, "rms_norm_eps": 1e-5}),
     "glm_moe_dsa sharing": ("GlmMoeDsa", MLA | SPARSE | SHARING | {"indexer_rope_interleave": True}),
+}
+MODELS |= {
+    name: (tiny.HF[name]["architectures"][0].removesuffix("ForCausalLM"), tiny.HF[name])
+    for name in tiny.family_names()
+    if name not in MODELS and name != "ling2"  # which transformers does not have
 }
 
 
 def hf_of(name: str, **changes: Any) -> dict[str, Any]:
     family, values = MODELS[name]
-    return {"architectures": [f"{family}ForCausalLM"], **values, **changes}
+    return {**values, "architectures": [f"{family}ForCausalLM"], **changes}
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_table_lists_the_tensors_that_transformers_writes(name: str, tmp_path: Path) -> None:
     import transformers
 
-    family, values = MODELS[name]
-    config = getattr(transformers, f"{family}Config")(**values)
+    family, _ = MODELS[name]
+    config = tiny.hf_config(hf_of(name))
     getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(tmp_path)
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
         written = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}
@@ -135,7 +165,8 @@ def test_table_lists_the_tensors_that_transformers_writes(name: str, tmp_path: P
     assert set(names) == written.keys()
     assert {tensor.name: tensor.shape for tensor in tensors if views[tensor.name] is None}.items() <= written.items()
     if "experts" in str(written) and not any(views.values()):
-        assert written["model.layers.1.mlp.experts.3.gate_proj.weight"] == (8, 16)  # one tensor per expert, not stacked
+        # One tensor per expert, not stacked.
+        assert any(name.startswith("model.layers.1.") and ".experts.3." in name for name in written)
     # The config that we write by hand in these tests means the same model.
     assert family_of(hf).params(hf, 2) == family_of(hf_of(name)).params(hf_of(name), 2)
     actual = family_of(hf).megatron_config(hf)
@@ -150,7 +181,7 @@ def test_megatron_accepts_the_config(name: str) -> None:
     hf = hf_of(name)
     values = family_of(hf).megatron_config(hf)
     config = (MLATransformerConfig if values.get("multi_latent_attention") else TransformerConfig)(**values)
-    assert config.num_layers == 3 and config.hidden_size == 16
+    assert config.num_layers == hf["num_hidden_layers"] and config.hidden_size == hf["hidden_size"]
     assert config.normalization == "RMSNorm" and config.gated_linear_unit
 
 
@@ -563,3 +594,15 @@ def test_load_hf_config_reads_folder_or_file(tmp_path: Path) -> None:
         load_hf_config(file)
     file.write_text(json.dumps(SMALL))
     assert load_hf_config(file) == load_hf_config(tmp_path) == SMALL
+
+
+def test_reads_the_quantization_of_minimax_m2() -> None:
+    """As published: E4M3 under PyTorch's name, and the router and the head in their own dtypes."""
+    excluded = ["gate", "e_score_correction_bias", "lm_head"]
+    hf = tiny.HF["minimax_m2"] | {
+        "quantization_config": FP8 | {"fmt": "float8_e4m3fn", "modules_to_not_convert": excluded}
+    }
+    assert is_fp8(hf)
+    quantised = {param.hf[0].name for param in family_of(hf).params(hf, 1) if is_quantised(param)}
+    assert "model.layers.0.block_sparse_moe.experts.1.w2.weight" in quantised
+    assert not any(name.endswith(("gate.weight", "norm.weight", "_bias", "lm_head.weight")) for name in quantised)

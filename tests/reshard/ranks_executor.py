@@ -45,7 +45,7 @@ def list_params(case: Any) -> list[Param]:
     family = family_of(case.hf)
     layers = case.hf["num_hidden_layers"] + (family.num_mtp_layers(case.hf) if case.engine.draft else 0)
     experts = range(family.num_experts(case.hf))
-    rows = [row for layer in range(layers) for row in family.layer(case.hf, layer, experts)]
+    rows = [row for layer in range(layers) for row in family.engine_layer(case.hf, layer, experts)]
     return blocks.embedding(case.hf) + rows + blocks.final_params(case.hf)
 
 

@@ -155,7 +155,7 @@ def test_writes_overlap_with_the_next_transfer(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("seed", [0, 1, 3, 5, 7, 11, 13, 40, 58])
+@pytest.mark.parametrize("seed", [0, 1, 3, 5, 7, 11, 13, 40, 58, 1000, 1001, 1002, 1005])
 def test_buffers_are_not_reused_too_early(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for rank, actual in enumerate(sync_as_threads(seed, 4, monkeypatch)):
         assert actual["equal"] == [True] * 4 and actual["wrong"] == [], f"seed {seed}, rank {rank}"

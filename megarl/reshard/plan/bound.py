@@ -161,7 +161,7 @@ def list_layer_columns(hf: HFConfig, train: TrainLayout, engine: EngineLayout, w
             f"ep={train.ep} does not divide the {experts} experts of a layer; sizes that do: {valid_sizes}"
         )
     layer_columns = []
-    for param in blocks.embedding(hf) + blocks.final_params(hf):
+    for param in family_of(hf).embedding(hf) + blocks.final_params(hf):
         layer_columns.append(LayerColumns(train.stage_of(param), None, _columns([param], train, engine, experts, wire)))
     kinds: dict[Any, Columns] = {}
     decoder = int(need(hf, "num_hidden_layers"))

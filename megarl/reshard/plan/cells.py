@@ -86,7 +86,7 @@ def list_layer_kinds(
         raise ConfigError(f"an engine that fuses the shared expert has one, the model {shared}")
     if experts % train.ep:
         raise ConfigError(f"parallel.ep={train.ep} does not divide the model's {experts} experts")
-    layers: list[tuple[int | None, list[Param]]] = [(None, blocks.embedding(hf)), (None, blocks.final_params(hf))]
+    layers: list[tuple[int | None, list[Param]]] = [(None, family.embedding(hf)), (None, blocks.final_params(hf))]
     layers += [(layer, family.engine_layer(hf, layer, range(min(1, experts)))) for layer in range(num_layers + extra)]
     kinds: dict[tuple[object, object], LayerKind] = {}
     for layer, params in layers:
