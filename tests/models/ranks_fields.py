@@ -149,6 +149,7 @@ def hf_model(hf: dict[str, Any]) -> Any:
     config._attn_implementation = "eager"
     with no_init_weights():
         model = model_class._from_config(config, dtype=torch.float32).eval()
+    model.tie_weights()
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
