@@ -112,6 +112,8 @@ def transformer_config(hf: Mapping[str, Any], config: Config) -> TransformerConf
     is_sparse = values.get("experimental_attention_variant") == "dsa"
     if is_sparse:
         values["cp_comm_type"] = "allgather"  # the only one that Megatron implements for sparse attention
+    if family.extras(hf).has_sinks:
+        values["cp_comm_type"] = "a2a"  # the only one that Transformer Engine 2.20 implements for sinks
     if values.get("num_moe_experts"):
         if values["num_moe_experts"] % parallel.ep:
             raise ConfigError(

@@ -118,7 +118,6 @@ def _megatron_config(hf: HFConfig) -> dict[str, Any]:
     return blocks.gqa_config(hf, bias=True) | dict(
         add_bias_linear=True,
         softmax_type="learnable",
-        cp_comm_type="a2a",  # all that Transformer Engine 2.20 has for sinks
         window_size=(need(hf, "sliding_window") - 1, 0),  # keys before and after the query's own position
         window_attn_skip_freq=[int(kind == SLIDING) for kind in _layer_types(hf)],  # 1 for layers with a window
         activation_func=quick_gelu,
