@@ -7,7 +7,8 @@ requires CUDA packages. pip's default torch is a CUDA build, too, of several GB.
     pip install '.[cpu]'
     pip install --no-deps sglang==0.5.23 verifiers==0.3.1       their dependencies are for CUDA, or conflict with others
 
-and on a GPU (NEVER RUN BY US, like the whole CUDA list)
+Python 3.11 needs --ignore-requires-python for all of these: Megatron-Core's metadata asks for 3.12, which what MegaRL
+imports of it does not. On a GPU (NEVER RUN BY US, like the whole CUDA list)
 
     pip install -c launch/constraints-cuda.txt '.[cuda]'
     pip install -c launch/constraints-cuda.txt --no-build-isolation 'transformer-engine[pytorch,core_cu13]==2.20.2'
@@ -63,7 +64,8 @@ setup(
     version=version(),
     description="Megatron-native research codebase for MoE-scale reinforcement learning",
     license="Apache-2.0",
-    python_requires=">=3.11",
+    python_requires=">=3.11,<3.13",
+    classifiers=["Programming Language :: Python :: 3.11", "Programming Language :: Python :: 3.12"],
     packages=find_packages(include=["megarl", "megarl.*"]),
     # If set, `pip install -e` writes a plain .pth, which type checkers read; they cannot follow import hooks.
     package_dir={"": "."},

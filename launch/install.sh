@@ -4,9 +4,9 @@
 # If nothing has changed it returns within milliseconds: a stamp file, written last, has a hash of what was installed.
 # An interrupted installation starts over; a changed list is installed over the old one.
 #
-#   PYTHON=/path/to/python3.11   use this interpreter instead of searching for one
-#   MEGARL_PLATFORM=cpu|cuda     override the detection of a GPU
-#   MEGARL_APEX=1                on a GPU machine, also build NVIDIA Apex; needs nvcc and git, and takes long
+#   MEGARL_PYTHON=/path/to/python3.12   use this interpreter, 3.11 or 3.12, instead of searching for one; PYTHON works, too
+#   MEGARL_PLATFORM=cpu|cuda            override the detection of a GPU
+#   MEGARL_APEX=1                       on a GPU machine, also build NVIDIA Apex; needs nvcc and git, and takes long
 set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -33,7 +33,15 @@ wanted="$platform $(cat "${lists[@]}" setup.py launch/install.sh | sha256sum | c
 
 # A virtual environment has absolute paths and does not work after its folder has moved.
 at_home() { case $(sed -n 's/^command = //p' .venv/pyvenv.cfg 2>/dev/null) in *" $PWD/.venv") ;; *) false ;; esac; }
-up_to_date() { [ "$(cat $stamp 2>/dev/null)" = "$wanted" ] && at_home; }
+
+# The first is what tests use; Ubuntu 24.04, on which GPU images are based, has the second.
+versions=(3.11 3.12)
+[ "$platform" = cpu ] || versions=(3.12 3.11)
+chosen=${MEGARL_PYTHON:-${PYTHON:-}}
+version_of() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null; }
+is_supported() { case " ${versions[*]} " in *" $(version_of "$1") "*) ;; *) false ;; esac; }
+has_chosen() { [ -z "$chosen" ] || [ "$(version_of "$chosen")" = "$(version_of .venv/bin/python)" ]; }
+up_to_date() { [ "$(cat $stamp 2>/dev/null)" = "$wanted" ] && at_home && has_chosen; }
 up_to_date && exit 0
 
 # Concurrent installations would corrupt .venv. On a file system without locks, continue without one.
@@ -43,19 +51,23 @@ up_to_date && exit 0
 
 find_python() {
     local candidate
-    for candidate in ${PYTHON:-python3.11 python3 /usr/bin/python3.11}; do
-        if "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
+    if [ -n "$chosen" ]; then
+        is_supported "$chosen" || fail "$chosen is not a Python 3.11 or 3.12; set MEGARL_PYTHON to one"
+        echo "$chosen"
+        return
+    fi
+    for candidate in "${versions[@]/#/python}" python3 "${versions[@]/#//usr/bin/python}"; do
+        if is_supported "$candidate"; then
             echo "$candidate"
             return
         fi
     done
-    [ -z "${PYTHON:-}" ] || fail "PYTHON=$PYTHON is not a Python 3.11"
-    fail "Python 3.11 was not found; the pinned SGLang and Megatron-Core are for it." \
-        "On Debian or Ubuntu: apt-get install python3.11 python3.11-venv. Elsewhere: PYTHON=/path/to/python3.11 bash $0"
+    fail "Python 3.11 or 3.12 was not found; the pinned packages are for these." \
+        "On Debian or Ubuntu: apt-get install python3-venv. Elsewhere: MEGARL_PYTHON=/path/to/python${versions[0]} bash $0"
 }
 
 reusable() {
-    [ ! -e $unfinished ] && at_home && .venv/bin/python -m pip --version >/dev/null 2>&1 &&
+    [ ! -e $unfinished ] && at_home && has_chosen && .venv/bin/python -m pip --version >/dev/null 2>&1 &&
         case $(cat $stamp 2>/dev/null) in "" | "$platform "*) ;; *) false ;; esac
 }
 
@@ -63,7 +75,7 @@ started=$SECONDS
 if ! reusable; then
     python=$(find_python)
     "$python" -c 'import ensurepip, venv' 2>/dev/null ||
-        fail "$python cannot make virtual environments. On Debian or Ubuntu: apt-get install python3.11-venv"
+        fail "$python cannot make virtual environments. On Debian or Ubuntu: apt-get install python$(version_of "$python")-venv"
     echo "install: $("$python" --version) makes a new environment in .venv"
     "$python" -m venv --clear "$PWD/.venv" || fail "could not make the environment in $PWD/.venv"
 fi
@@ -99,10 +111,14 @@ without() { grep -v -E "^($1|#)" "$list"; }
 
 if [ "$platform" = cpu ]; then
     torch=$(only torch==)
-    # A bare `torch` would be the CUDA build. Take the CPU build from pip's configured index, else from torch's own.
+    # A bare `torch` would be the CUDA build. Take the CPU build from pip's configured index, else from torch's own. If
+    # there is none for this Python, the CUDA build works here, too, with the libraries that it links.
     install "$torch" 1 --no-deps "$torch" || {
         echo "install:   not in the configured package index; taking it from torch's own"
-        install "$torch" 1 --no-deps --index-url https://download.pytorch.org/whl/cpu "$torch" || failed
+        install "$torch" 1 --no-deps --index-url https://download.pytorch.org/whl/cpu "$torch" || {
+            echo "install:   not there, either, for $(.venv/bin/python --version); taking the CUDA build, which needs 5 GB more and runs on CPUs, too"
+            install "${torch%+cpu}" 1 "${torch%+cpu}" || failed
+        }
     }
     without torch== >.venv/requirements.txt
     install "the pinned packages" "$(wc -l <.venv/requirements.txt)" --no-deps --ignore-requires-python -r .venv/requirements.txt || failed

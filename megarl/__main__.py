@@ -112,8 +112,8 @@ def check_space() -> Iterator[CheckResult]:
 
 def run_checks() -> list[CheckResult]:
     """Run all checks, in display order."""
-    is_supported = sys.version_info[:2] == (3, 11)
-    note = "" if is_supported else "; the lists of launch/ are for 3.11"
+    is_supported = sys.version_info[:2] in ((3, 11), (3, 12))
+    note = "" if is_supported else "; the lists of launch/ are for 3.11 and 3.12"
     python = CheckResult("Python", "yes" if is_supported else "no", sys.version.split()[0] + note)
     return [python, check_devices(), *check_packages(), check_sandbox(), check_slurm(), *check_space()]
 

@@ -15,12 +15,17 @@ if TYPE_CHECKING:
     from engines import RunningEngine
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path += [str(ROOT / "tests"), str(ROOT / "tests/helpers")]  # what tests of several folders share
+sys.path += [
+    str(ROOT / "tests"),
+    str(ROOT / "tests/helpers"),
+    str(ROOT / "tests/megatron"),
+]  # what tests of several folders share
 
 from rank_jobs import HAS_GPU, RankJobs, shared_jobs  # noqa: E402
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-hypothesis.settings.register_profile("megarl")  # no test depends on how fast the machine is
+# No test depends on how fast the machine is.
+hypothesis.settings.register_profile("megarl", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("megarl")
 
 

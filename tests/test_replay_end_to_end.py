@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -163,6 +164,7 @@ def test_trainer_replays_rollouts_of_a_generate_run(folder: Path, tmp_path: Path
     replay = ["run.num_rollout=2", "train.routing_replay=true", f"rollout.replay={tmp_path}/generated"]
     done = run_cli(folder, tmp_path / "trained", *GRPO, *ONE_RANK, *replay)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert not re.search("deprecat", done.stdout + done.stderr, re.IGNORECASE), done.stderr
     steps = [row for row in read_metrics(tmp_path / "trained") if "actor/grad_norm" in row]
     assert [row["step"] for row in steps] == [1, 2]
     assert steps[0]["rollout/logprob_diff"] <= 1e-4  # the weights are those that generated

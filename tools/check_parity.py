@@ -20,6 +20,7 @@ import tempfile
 import urllib.request
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from local_ranks import run
 from rich import box
@@ -28,6 +29,7 @@ from rich.table import Table
 
 from megarl.config import ConfigError
 from megarl.config.command_line import Parser, check_writable_file, run_cli
+from megarl.models.registry import family_of
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "tests/megatron/ranks_layout.py"
@@ -79,6 +81,14 @@ BOUNDS = {
     "replay gradients": 5e-6,
     "replay recompute full": 0.0,  # against the same without recomputation
     "replay recompute moe": 0.0,
+    "indices same keys": 0.0,  # log-probs, loss, gradients with the model's own keys replayed, against no replay
+    "indices logprobs": 1e-5,  # with random keys replayed, against transformers with the same
+    "indices loss": 5e-6,
+    "indices gradients": 5e-6,
+    "indices recompute full": 0.0,
+    "indices indexer loss": 5e-6,  # the divergence that trains indexers, against the same written out
+    "indices indexer gradients": 1e-5,  # of indexers, relative to their largest
+    "indices indexer effect": 5e-6,  # of training the indexers on other gradients
     "cut logprobs": 1e-5,  # truncated sampling: part of the vocabulary, different for each token, against transformers
     "cut entropy": 1e-5,
     "cut loss": 5e-6,
@@ -142,7 +152,9 @@ def engine_gap(family: str, layout: str) -> dict[str, float]:
         truth, _ = reference.policy(model, batch)
     with tempfile.TemporaryDirectory() as folder:
         path = str(tiny_models.save(model, Path(folder) / "model"))
-        rollout = {"max_context": 64, "max_new_tokens": 8, "concurrency": 8, **sizes}
+        rollout: dict[str, Any] = {"max_context": 64, "max_new_tokens": 8, "concurrency": 8, **sizes}
+        if any(Path(path).glob("*.py")):  # the class of config.json, if transformers has none
+            rollout["sglang"] = {"trust_remote_code": True}
         settings = {"run": {"dir": folder}, "model": {"path": path, "dtype": "float32"}, "rollout": rollout}
         engine = Engine(from_dict(settings), threads=1)
         engine.start()
@@ -228,6 +240,11 @@ def check(options: argparse.Namespace) -> int:
     results: dict[str, dict[str, dict[str, float]]] = {}
 
     def is_supported(family: str, layout: str) -> bool:
+        if "etp=2" in layout:
+            try:
+                family_of(tiny.HF[family]).params(tiny.HF[family], 1, etp=2)
+            except ConfigError:
+                return False
         return "ep=" not in layout or any("experts" in key for key in tiny.HF[family])
 
     for layout in options.layout:

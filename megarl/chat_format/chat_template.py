@@ -5,7 +5,8 @@ rendered, and the text after the token that ends the policy's turn is tokenized 
 
 Templates end a turn in one of two ways, and both are detected. Most close it, as with <|im_end|>. GLM's add nothing:
 the policy writes the token that opens the next turn, <|observation|> after a call and <|user|> after a statement.
-Either way that token is the policy's own, the last of its turn, and an observation follows it.
+Either way that token is the policy's own, the last of its turn, and an observation follows it. Turns in the harmony
+format consist of several messages (`harmony.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from megarl.chat_format import harmony
 from megarl.chat_format.chat_messages import (
     CALL_FORMATS,
     MARKS,
@@ -90,6 +92,7 @@ class ChatTemplate:
         """All tools known before a conversation starts, by name."""
         self.eos = tuple(eos)
         self.control_tokens = ControlTokens(tokenizer)
+        self.is_harmony = harmony.is_harmony(self.control_tokens.texts)
         self._backend = _find_backend(tokenizer)
         self._call_formats: dict[tuple[_RolePattern, bool], CallFormat | str] = {}
         self._is_opened_after: dict[str, bool] = {}
@@ -171,6 +174,9 @@ class ChatTemplate:
     @cached_property
     def end_of_call(self) -> int | None:
         """The token between the policy's turn and a tool result, which ends a turn with calls; None if unsupported."""
+        if self.is_harmony:  # some templates write <|end|>
+            end_token = self.control_tokens.find_first(harmony.END_OF_CALL)
+            return None if end_token is None else end_token.id
         return self._find_end_token("tool")
 
     @cached_property
@@ -181,7 +187,7 @@ class ChatTemplate:
             self.end_of_call,
             self.tokenizer.eos_token_id,
             *self.eos,
-            self._find_end_token("user"),
+            None if self.is_harmony else self._find_end_token("user"),  # <|end|> there, which ends reasoning, too
         }
         return frozenset(int(token) for token in candidates if token is not None)
 
@@ -226,7 +232,10 @@ class ChatTemplate:
         end = self.control_tokens.find_first(rest)
         if end is None:
             raise ConfigError("the chat template of model.path ends a turn with no control token")
-        has_ended = end.id in self.end_token_ids if last is None else end.id == last
+        if self.is_harmony:  # the policy's own token may differ from the template's
+            has_ended = last is None or last in self.end_token_ids
+        else:
+            has_ended = end.id in self.end_token_ids if last is None else end.id == last
         return rest[end.stop :] if has_ended else rest
 
     def encode_conversation(self, messages: Sequence[Message], schemas: Sequence[dict[str, Any]] = ()) -> list[int]:
@@ -243,6 +252,8 @@ class ChatTemplate:
     @cached_property
     def reasoning_marks(self) -> tuple[str, str] | None:
         """Opening and closing marks of reasoning, as added tokens or in the template; None if the model has none."""
+        if self.is_harmony:
+            return harmony.REASONING_MARKS
         added_tokens = {str(token) for token in self.tokenizer.added_tokens_decoder.values()}
         template = str(self.tokenizer.chat_template)
         return next((marks for marks in MARKS if {*marks} <= added_tokens or marks[1] in template), None)
@@ -267,7 +278,10 @@ class ChatTemplate:
     def split_reasoning(self, text: str, after: str = "user") -> tuple[str, str]:
         """Split a turn's text, without its end token, into (reasoning, content) as in OpenAI's messages."""
         span = self._find_reasoning(text, after)
-        return (text[span.inner_start : span.inner_end].strip(), text[span.stop :].lstrip()) if span else ("", text)
+        reasoning, content = (
+            (text[span.inner_start : span.inner_end].strip(), text[span.stop :].lstrip()) if span else ("", text)
+        )
+        return reasoning, harmony.strip_final_header(content) if self.is_harmony else content
 
     def find_content_start(self, text: str, after: str = "user") -> int:
         """Return the offset in a turn's text at which its reasoning ends; 0 if there is none."""
@@ -282,13 +296,17 @@ class ChatTemplate:
         """
         if self.reasoning_marks is None:
             return False
+        if self.is_harmony:
+            return harmony.is_reasoning_dropped(behind)
         pattern = _role_pattern(behind)
         if pattern not in self._drops_reasoning_before:
             self._drops_reasoning_before[pattern] = self._is_dropped_before(pattern, self.reasoning_marks)
         return self._drops_reasoning_before[pattern]
 
     def _find_reasoning(self, text: str, after: str) -> ReasoningSpan | None:
-        if self.reasoning_marks is None:
+        if self.reasoning_marks is None or (
+            self.is_harmony and not text.lstrip().startswith(self.reasoning_marks[0])
+        ):  # in harmony <|end|> alone ends any message
             return None
         return find_reasoning(text, self.reasoning_marks, self._is_reasoning_opened(after))
 
@@ -409,7 +427,11 @@ class ChatTemplate:
 
     def _render_after_turn(self, following: Sequence[Message], schemas: Sequence[dict[str, Any]] = ()) -> str:
         """Render what the template writes after the policy's text if these messages and another turn follow."""
-        text = self._apply_template([*_DUMMY_TURNS, *following], schemas, generate=bool(following))
+        user, turn = _DUMMY_TURNS
+        if self.is_harmony and following and following[0]["role"] == "tool":  # its head repeats the call's name
+            call = format_call(following[0]["name"], {"x": _POLICY_TURN}, following[0]["tool_call_id"])
+            turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+        text = self._apply_template([user, turn, *following], schemas, generate=bool(following))
         _, placeholder, rest = text.partition(_POLICY_TURN)
         if not placeholder:
             raise ConfigError("the chat template of model.path omits or changes what the policy wrote")
@@ -418,6 +440,8 @@ class ChatTemplate:
     def _apply_template(
         self, messages: Sequence[Message], schemas: Sequence[dict[str, Any]] = (), generate: bool = False
     ) -> str:
+        if self.is_harmony:
+            messages = [harmony.with_thinking(message) for message in messages]
         try:
             return str(
                 self.tokenizer.apply_chat_template(

@@ -19,6 +19,7 @@ from megarl.models.lora_tables import adapter_params
 from megarl.models.memory import critic_params
 from megarl.models.registry import family_of, num_trained_mtp
 from megarl.models.routing import routing_shape
+from megarl.models.sparse_indices import index_shape
 from megarl.types.requirements import Requirements
 
 OPTIMIZER_BYTES = 12
@@ -69,6 +70,8 @@ def partial_rollout_bytes(hf: HFConfig, config: Config) -> int:
     if config.train.routing_replay:
         shape = routing_shape(hf, config.model.megatron)
         token_bytes += len(shape.moe_layers) * shape.topk * shape.dtype.itemsize
+    if (indices := index_shape(hf, config)) is not None:
+        token_bytes += indices.token_bytes
     if rollout.has_truncated_sampling:
         token_bytes += ID_BYTES * (1 + max(0, rollout.top_k))
     return groups * rollout.samples_per_prompt * rollout.max_context * token_bytes

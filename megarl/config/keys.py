@@ -182,6 +182,19 @@ class TrainConfig:
     again while a model computes; each rank then also stores that of its replica's tokens and its stage's layers. Not
     available for conversations that newer weights continue (`rollout.oversample`, `rollout.on_weight_sync=retract`),
     since these prefill their beginning again."""
+    sparse_index_replay: bool = False
+    """Sparse attention (DeepSeek-V3.2, GLM-5): let the policy's log-probs and updates attend to the keys that the
+    engine's indexer chose for each token. Keys at the margin score nearly or, by its ReLU, exactly the same, so that
+    rounding alone makes trainer and engine choose others. A rank that leads an engine stores two bytes (four with a
+    `rollout.max_context` above 65,535) per chosen key, layer with an indexer and token after the first index_topk of
+    its conversations: 250 KB for a token of DeepSeek-V3.2, 4 KB a layer; each rank then also stores that of its
+    replica's tokens and its stage's layers. Conversations up to index_topk tokens cost nothing. With the same limits as
+    `train.routing_replay`."""
+    indexer_loss_coef: Weight = 0.0
+    """Sparse attention: weight of the loss from which the policy's indexers learn, the mean over tokens of the KL
+    divergence from attention, over the chosen keys, to the softmax of the indexer's scores (arXiv:2512.02556 section
+    2.1), summed over layers; attention itself gets no gradient from it. 0 freezes the indexers, the default of GLM-5's
+    RL (arXiv:2602.15763)."""
     mtp_loss_coef: Weight = 0.0
     """Loss weight of the policy's multi-token prediction layers, which then learn to predict the policy's tokens,
     without a gradient into the rest of the model (arXiv:2412.19437 section 2.2; it uses 0.3 and later 0.1, section

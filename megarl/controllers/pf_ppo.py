@@ -44,7 +44,7 @@ class ReplayBuffer:
         if not len(rollouts):
             return
         without_routing = rollouts.replace_local(
-            [dataclasses.replace(rollout, routing=None) for rollout in rollouts.local]
+            [dataclasses.replace(rollout, routing=None, sparse_indices=None) for rollout in rollouts.local]
         )
         merged = without_routing if self._rollouts is None else Rollouts.concat([self._rollouts, without_routing])
         episodes = merged.episodes

@@ -233,14 +233,14 @@ def add_trainer_logprobs(
 ) -> tuple[TrainBatch, dict[str, float]]:
     """Return the batch with the trainer's log-probs, for the record, and their `logprob_diff_metrics`.
 
-    With replayed routing, the first step and every `rollout.verify_weights_every`-th add log-probs and metrics with the
-    experts that the trainer's own router chooses, which costs another forward pass. steps: steps taken so far.
+    With replayed routing or sparse attention indices, the first step and every `rollout.verify_weights_every`-th add
+    log-probs and metrics with the trainer's own choices, which costs another forward pass. steps: steps taken so far.
     """
     metrics = logprob_diff_metrics(batch, policy)
     recorded = batch.with_(trainer_logprobs=policy.logprobs)
-    if batch.routing is None or steps % flow.config.rollout.verify_weights_every:
+    if (batch.routing is None and batch.sparse_indices is None) or steps % flow.config.rollout.verify_weights_every:
         return recorded, metrics
-    unreplayed = flow.actor.forward(batch.with_(routing=None)).wait()
+    unreplayed = flow.actor.forward(batch.with_(routing=None, sparse_indices=None)).wait()
     return recorded.with_(unreplayed_logprobs=unreplayed.logprobs), metrics | logprob_diff_metrics(
         batch, unreplayed, "_unreplayed"
     )

@@ -20,22 +20,36 @@ from megatron.core.transformer import multi_latent_attention as mla
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
+from torch.utils.checkpoint import checkpoint
 
 from megarl.parallel.context_parallel import gather_context, zigzag
 
 LENGTH_MULTIPLE = 32
 """Sequences whose lengths are equal after rounding up to a multiple of this share one attention call."""
+QUERIES_AT_ONCE = 512
+"""Probabilities of only so many queries exist at a time where attention has a window, a sink or a cap."""
 
 
 class PackedAttention(MegatronModule):
-    """Causal core attention on `scaled_dot_product_attention`, for GQA and MLA, sequence by sequence.
+    """Causal core attention for GQA and MLA, sequence by sequence, with windows, sinks and a soft cap.
 
     This costs the sum of the squared lengths; one call with a block-diagonal mask would cost the square of the sum.
     Sequences of about the same length share a call, as one for each would cost more than its computation. With context
     parallelism every rank gathers all keys and values, and computes the two parts of each sequence that it has.
+
+    Plain attention is torch's `scaled_dot_product_attention`. All else is computed in chunks of queries, which the
+    backward pass recomputes.
+
+    cap: if above 0, logits x become cap * tanh(x / cap). Transformer Engine's attention has none as of Megatron 0.19.2,
+    so models with a cap use this class on GPUs, too.
     """
+
+    softmax_offset: torch.nn.Parameter | None
+    """The sink, [heads]: for each head the logit of a further key whose value is 0. Megatron's name for it."""
 
     def __init__(
         self,
@@ -45,6 +59,7 @@ class PackedAttention(MegatronModule):
         attention_type: str,
         softmax_scale: float | None = None,
         k_channels: int | None = None,
+        cap: float = 0.0,
         **_: Any,
     ) -> None:
         super().__init__(config=config)
@@ -52,6 +67,13 @@ class PackedAttention(MegatronModule):
             raise ValueError(f"only causal self attention is supported, not {attn_mask_type} {attention_type}")
         self.scale = softmax_scale or 1.0 / math.sqrt(k_channels or config.kv_channels)
         self.dropout = config.attention_dropout
+        self.cap = cap
+        has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size[0] if has_window else None  # keys that a query sees before its own position
+        self.softmax_offset = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
 
     def forward(
         self,
@@ -113,7 +135,12 @@ class PackedAttention(MegatronModule):
         return torch.cat(outputs)
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Attend with queries at the positions of the last keys."""
+        """Return attention outputs [s, b, heads * d_v].
+
+        query: [s, b, heads, d], at the positions of the last s keys. key, value: [t, b, groups, d] and [.., d_v].
+        """
+        if self.cap or self.window is not None or self.softmax_offset is not None:
+            return self._attend_in_chunks(query, key, value)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, d]
         before = len(key) - len(query)
         mask = torch.ones(len(query), len(key), dtype=torch.bool).tril(before) if before else None
@@ -122,6 +149,55 @@ class PackedAttention(MegatronModule):
             q, k, v, mask, dropout, is_causal=mask is None, scale=self.scale, enable_gqa=True
         )
         return output.permute(2, 0, 1, 3).flatten(2)
+
+    def _attend_in_chunks(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        s, b, heads, d = query.shape
+        t, _, groups, _ = key.shape
+        q = query.reshape(s, b, groups, heads // groups, d).permute(1, 2, 3, 0, 4)  # [b, groups, heads per group, s, d]
+        k, v = (x.permute(1, 2, 0, 3)[:, :, None] for x in (key, value))  # [b, groups, 1, t, d]
+        sink = None if self.softmax_offset is None else self.softmax_offset.view(groups, -1, 1, 1)
+        outputs = []
+        for start in range(0, s, QUERIES_AT_ONCE):
+            stop = min(s, start + QUERIES_AT_ONCE)
+            key_stop = t - s + stop
+            key_start = 0 if self.window is None else max(0, t - s + start - self.window)
+            chunk = q[..., start:stop, :], k[..., key_start:key_stop, :], v[..., key_start:key_stop, :], sink
+            options = {"use_reentrant": False, "preserve_rng_state": self.dropout > 0}
+            outputs.append(checkpoint(self._attend_chunk, *chunk, **options))
+        return torch.cat(outputs, dim=-2).permute(3, 0, 1, 2, 4).reshape(s, b, -1)
+
+    def _attend_chunk(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sink: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Attend with queries [.., s, d] at the last positions of keys and values [.., t, d]. Logits are fp32."""
+        logits = (query @ key.transpose(-1, -2)).float() * self.scale
+        if self.cap:
+            logits = self.cap * (logits / self.cap).tanh()
+        s, t = logits.shape[-2:]
+        distance = torch.arange(t - s, t, device=query.device)[:, None] - torch.arange(t, device=query.device)
+        is_visible = distance >= 0
+        if self.window is not None:
+            is_visible &= distance <= self.window
+        logits = logits.masked_fill(~is_visible, -torch.inf)
+        if sink is not None:
+            logits = torch.cat([logits, sink.float().expand(*logits.shape[:-1], 1)], dim=-1)
+        weights = F.dropout(logits.softmax(-1)[..., :t], self.dropout, self.training)
+        return weights.to(value.dtype) @ value
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return the sink for Megatron's distributed checkpoint, sharded by heads. Nothing else here has a state."""
+        assert metadata is not None
+        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+        return sharded
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -157,6 +233,28 @@ class DuplicatedLinear(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Map [..., input_size] to [..., output_size]. The second result, the bias, is None."""
         return F.linear(x, self.weight), None
+
+
+def complete_sequential_experts(model: torch.nn.Module) -> None:
+    """Give experts in sequence two properties that of Megatron's layers only the grouped experts have.
+
+    They support `moe_mlp_glu_interleave_size`, and biases: Megatron adds that of the down projection in place to a
+    view, which autograd rejects. Call this after adding adapters, whose outputs have the order of the weight's rows.
+    """
+    for experts in model.modules():
+        if not isinstance(experts, SequentialMLP):
+            continue
+        size = experts.config.moe_mlp_glu_interleave_size
+        for expert in experts.local_experts:
+            if size:
+                expert.linear_fc1.register_forward_hook(functools.partial(_separate_gate_and_up, size))
+            if expert.linear_fc2.bias is not None:
+                expert.linear_fc2.register_forward_hook(lambda _, __, output: (output[0].clone(), output[1]))
+
+
+def _separate_gate_and_up(size: int, _: Any, __: Any, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Forward hook of a linear layer: order output and bias as gate, then up. size: of the alternating runs."""
+    return tuple(x.unflatten(-1, (-1, 2, size)).transpose(-3, -2).flatten(-3) for x in output)
 
 
 def adapt_local_spec(spec: Any) -> Any:

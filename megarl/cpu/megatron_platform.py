@@ -74,51 +74,31 @@ def _patch_cuda_namespace() -> None:
     cuda = torch.cuda
     stream = _Stream()
     _patch(cuda, "current_device", lambda: _CPU, "given as device= in about 60 places")
-    _patch(cuda, "set_device", lambda *args: None, "there is one device")
     _patch(cuda, "synchronize", lambda *args: None, "work is done when the call returns")
-    _patch(cuda, "empty_cache", lambda: None, "there is no caching allocator")
     _patch(cuda, "Stream", _Stream, "the all-to-all dispatcher copies its splits on a side stream")
     _patch(cuda, "current_stream", lambda *args: stream, "side streams wait for it")
     _patch(cuda, "stream", lambda *args: contextlib.nullcontext(), "side streams are entered with it")
-    for name in ("range_push", "range_pop"):
-        _patch(cuda.nvtx, name, lambda *args: None, "raises without CUDA")
     generator = torch.default_generator
     why = "Megatron's random states are those of the 'cuda' generator; here that is the CPU's"
     for module in (torch.cuda, torch.cuda.random):
         _patch(module, "get_rng_state", lambda *args, **kwargs: generator.get_state(), why)
-        _patch(module, "set_rng_state", lambda state, *args: generator.set_state(state), why)
-        _patch(module, "manual_seed", lambda seed: generator.manual_seed(int(seed)), why)
-
-
-def _is_cuda(target: Any) -> bool:
-    if isinstance(target, str):
-        return target.startswith("cuda")
-    return isinstance(target, torch.device) and target.type == "cuda"
+    _patch(cuda, "manual_seed", lambda seed: generator.manual_seed(int(seed)), why)
 
 
 def _patch_tensors() -> None:
     def on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if _is_cuda(kwargs.get("device")):
+            if kwargs.get("device") == "cuda":
                 kwargs["device"] = _CPU
-            if kwargs.get("pin_memory"):
-                kwargs["pin_memory"] = False
             return function(*args, **kwargs)
 
         return wrapped
 
-    for name in ("tensor", "zeros", "ones", "empty", "empty_like"):
-        _patch(torch, name, on_cpu(getattr(torch, name)), "called with a literal device='cuda' or pin_memory=True")
+    for name in ("tensor", "zeros"):
+        _patch(torch, name, on_cpu(getattr(torch, name)), "called with a literal device='cuda'")
 
-    tensor_to, tensor_type = torch.Tensor.to, torch.Tensor.type
-
-    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if args and _is_cuda(args[0]):
-            args = (_CPU, *args[1:])
-        if _is_cuda(kwargs.get("device")):
-            kwargs["device"] = _CPU
-        return tensor_to(self, *args, **kwargs)
+    tensor_type = torch.Tensor.type
 
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         result = tensor_type(self, *args, **kwargs)
@@ -128,15 +108,7 @@ def _patch_tensors() -> None:
         return result
 
     _patch(torch.Tensor, "cuda", lambda self, *args, **kwargs: self, "batches and buffers are moved with it")
-    _patch(torch.Tensor, "pin_memory", lambda self, *args: self, "raises without CUDA")
-    _patch(torch.Tensor, "to", to, "called with 'cuda'")
     _patch(torch.Tensor, "type", type_, "the optimizer compares it with 'torch.cuda.FloatTensor' and the like")
-
-
-def _copy_storage(output: torch.Tensor, recomputed: torch.Tensor) -> None:
-    target, source = output.untyped_storage(), recomputed.untyped_storage()
-    target.resize_(source.size())
-    target.copy_(source)
 
 
 def _patch_megatron() -> None:
@@ -155,7 +127,6 @@ def _patch_megatron() -> None:
         warnings.simplefilter("ignore")
         import megatron.core.tensor_parallel.mappings as mappings
         import megatron.core.tensor_parallel.random as random
-        import megatron.core.transformer.moe.moe_utils as moe_utils
         import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
         from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -197,8 +168,7 @@ def _patch_megatron() -> None:
     _patch(random.CheckpointWithoutOutput, "__init__", lambda self, fp8=False: without_output(self, None), why)
     why = "waits for a CUDA initialisation that never comes"
     _patch(random, "_set_cuda_rng_state", lambda state, *args, **kwargs: torch.default_generator.set_state(state), why)
-    for module in (moe_utils, token_dispatcher):
-        _patch(module, "maybe_move_tensor_to_cpu", move, "ignores as_numpy for CPU tensors; all_to_all wants lists")
-    _patch(random, "_get_share_storage", lambda: _copy_storage, "compiles a C++ extension")
+    why = "ignores as_numpy for CPU tensors; all_to_all wants lists"
+    _patch(token_dispatcher, "maybe_move_tensor_to_cpu", move, why)
     # Megatron warns if a fork of its RNG tracker changes the CPU generator. Here both are the same generator.
     logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())

@@ -20,13 +20,16 @@ from megarl.data.loader import check_files, check_no_nan
 from megarl.engine import tool_calls
 from megarl.environments.catalog import COLUMN, load_catalog
 from megarl.models import megatron_fields
+from megarl.models.config_json import rope_options
 from megarl.models.family import HFConfig
 from megarl.models.hf_folder import check_target, open_hf
+from megarl.models.int4 import is_int4
 from megarl.models.layout_algebra import IndivisibleError
 from megarl.models.lora_tables import adapter_params
 from megarl.models.pipeline_stages import stage_layers
 from megarl.models.registry import family_of, num_trained_mtp
 from megarl.models.routing import routing_shape
+from megarl.models.sparse_indices import index_shape
 from megarl.parallel.placement import check_engine_ranks, prefix_role_error, role_config, role_parallel
 from megarl.rewards.functions import check_truth_file
 from megarl.types.requirements import Requirements
@@ -120,6 +123,13 @@ def check_role_layout(hf: HFConfig, config: Config, role: str) -> None:
 def check_engine(hf: HFConfig, config: Config) -> None:
     """Check that the model divides by the engines' tp and ep, and the engines' settings."""
     settings, tp, ep = family_of(hf).megatron_config(hf), config.rollout.tp, config.rollout.ep
+    adapters = adapter_params(family_of(hf).params(hf, 1), config.lora) if config.lora.rank else []
+    if is_int4(hf) and any(param.expert is not None for param in adapters):
+        raise ConfigError(
+            "lora.rank: adapters on the routed experts of an INT4 checkpoint would be merged and then rounded for the "
+            "engine, to another policy than the one trained; name other layers in lora.target_modules, such as "
+            "linear_proj"
+        )
     rollout, sglang = config.rollout, config.rollout.sglang
     server_args.check(sglang)
     tool_calls.parser_name(config.rollout.tool_call_parser, hf)
@@ -132,6 +142,12 @@ def check_engine(hf: HFConfig, config: Config) -> None:
     chunk, page = sglang.get("chunked_prefill_size") or -1, sglang.get("page_size") or 1
     if chunk > 0 and chunk % page:
         raise ConfigError(f"rollout.sglang.chunked_prefill_size={chunk} is not a multiple of page_size={page}")
+    rope_type = rope_options(hf)["rope_type"]
+    if sglang.get("enable_fused_qk_norm_rope") and rope_type not in ("default", "yarn"):
+        raise ConfigError(
+            f"rollout.sglang.enable_fused_qk_norm_rope: SGLang's kernel computes yarn for rope_type={rope_type}, too; "
+            "remove it"
+        )
     check_drafts(hf, config)
     heads = int(settings["num_attention_heads"])
     groups = int(settings.get("num_query_groups") or heads)
@@ -215,6 +231,33 @@ def check_routing(hf: HFConfig, config: Config, declared: Requirements) -> None:
         )
 
 
+def check_sparse_indices(hf: HFConfig, config: Config, declared: Requirements) -> None:
+    """Check the keys of sparse attention: they need a model that has it, and replay an engine that records it."""
+    settings = family_of(hf).megatron_config(hf)
+    if config.train.indexer_loss_coef and not settings.get("dsa_indexer_topk"):
+        raise ConfigError(
+            f"train.indexer_loss_coef={config.train.indexer_loss_coef:g}, but {family_of(hf).architecture} has no "
+            "sparse attention; set it to 0"
+        )
+    if config.train.indexer_loss_coef and config.lora.rank:
+        raise ConfigError("train.indexer_loss_coef trains whole indexers, lora.rank adapters alone; set one to 0")
+    if index_shape(hf, config) is None:
+        return
+    if not declared.has_rollout:
+        raise ConfigError(
+            f"train.sparse_index_replay=true, but {declared.name} has no engine whose choice of keys could be replayed"
+        )
+    if config.rollout.replay:
+        raise ConfigError(
+            "train.sparse_index_replay with rollout.replay: recorded rollouts hold no sparse attention indices; set it "
+            "to false"
+        )
+    if (config.rollout.sglang.get("chunked_prefill_size") or 1) < 1:
+        raise ConfigError(
+            "rollout.sglang.chunked_prefill_size must be positive: it is the size of SGLang's record of indices"
+        )
+
+
 def check_run_dir(config: Config) -> None:
     """Check the run folder without touching it; `observe/run_folder.py` checks whose run it holds."""
     if not config.run.dir.strip() or "\0" in config.run.dir:
@@ -260,7 +303,13 @@ def check_disk_space(
 def check_lengths(hf: HFConfig, config: Config, warnings: list[str]) -> None:
     rollout, train, longest = config.rollout, config.train, int(family_of(hf).gpt_kwargs(hf)["max_sequence_length"])
     if rollout.max_context > longest:
-        raise ConfigError(f"{rollout.max_context=} is beyond the model's {longest} positions")
+        rope, hint = rope_options(hf), ""
+        if (
+            rope["rope_type"] == "yarn"
+            and (scaled := int(rope["factor"] * rope["original_max_position_embeddings"])) > longest
+        ):
+            hint = f"; its rope_type yarn is for {scaled}: set max_position_embeddings in config.json"
+        raise ConfigError(f"{rollout.max_context=} is beyond the model's {longest} positions{hint}")
     if rollout.max_new_tokens >= rollout.max_context:
         raise ConfigError(
             f"{rollout.max_new_tokens=} leaves no room for a prompt in {rollout.max_context=}; lower the first or "

@@ -77,7 +77,12 @@ def check_replayed_prefixes(config: Config, declared: Requirements) -> None:
     record, and score later tokens with other keys and values than the engine had.
     """
     rollout = config.rollout
-    is_replaying = config.train.routing_replay and declared.trained_roles and declared.has_rollout
+    replayed = "routing_replay" if config.train.routing_replay else "sparse_index_replay"
+    is_replaying = (
+        (config.train.routing_replay or config.train.sparse_index_replay)
+        and declared.trained_roles
+        and declared.has_rollout
+    )
     if not is_replaying or not rollout.max_staleness:
         return
     has_several_turns = rollout.max_turns > 1 and (rollout.tools or rollout.environments)
@@ -93,8 +98,9 @@ def check_replayed_prefixes(config: Config, declared: Requirements) -> None:
     else:
         return
     raise ConfigError(
-        f"train.routing_replay with {key}: newer weights prefill a conversation's beginning again, through other "
-        f"experts than are replayed; set the first to false, {remedy}, or rollout.max_staleness to 0"
+        f"train.{replayed} with {key}: newer weights prefill a conversation's beginning again, through other "
+        f"{'experts' if config.train.routing_replay else 'keys'} than are replayed; set the first to false, {remedy}, "
+        "or rollout.max_staleness to 0"
     )
 
 

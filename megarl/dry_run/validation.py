@@ -35,6 +35,7 @@ from megarl.models.memory import StageMemory, plan_memory, unique_params
 from megarl.models.pipeline_stages import stage_layers
 from megarl.models.registry import family_of, num_trained_mtp, param_count
 from megarl.models.routing import routing_shape
+from megarl.models.sparse_indices import index_shape
 from megarl.observe.guards import check_guards
 from megarl.observe.profiler import check_profile
 from megarl.observe.replayed_rollouts import check_replay
@@ -135,7 +136,12 @@ def check_expectations(
 
 
 _FAILED = object()
-WIRE_FORMATS = {"bf16": "bfloat16", "fp32": "float32", "fp8": "FP8, quantised at their owner, the rest as bfloat16"}
+WIRE_FORMATS = {
+    "bf16": "bfloat16",
+    "fp32": "float32",
+    "fp8": "FP8, quantised at their owner, the rest as bfloat16",
+    "int4": "INT4 with a scale per 32 (routed experts), the rest as bfloat16",
+}
 ESTIMATE_PREFIXES = dict.fromkeys(("activations", "engine KV cache", "reward model activations"), "about ")
 ESTIMATE_PREFIXES |= dict.fromkeys(("micro-batches", "reshard staging", PENDING_CHECKPOINT), "at most ")
 GPU_SIZES = (16, 24, 40, 48, 80, 96, 141, 192, 288)  # GB, commercially available
@@ -261,6 +267,7 @@ def validate(
     if not does_divide:
         return rejected
     passes(checks.check_routing, hf, config, declared)
+    passes(checks.check_sparse_indices, hf, config, declared)
     if not dry_run:
         passes(checks.check_disk_space, hf, critic_hf, config, declared, warnings)
     stages = served.stages(config, declared)
@@ -404,6 +411,10 @@ def _describe_host_memory(hf: HFConfig, config: Config, declared: Requirements, 
     sequences, longest = checks.sequences_per_step(config, declared), config.rollout.max_context
     routing = routing_shape(hf, config.model.megatron) if config.train.routing_replay and experts else None
     parts = step_bytes(config, declared, BatchSize(sequences * longest, sequences, longest), routing)
+    if (indices := index_shape(hf, config)) is not None:  # as the rollouts, the batch, and a pass's exchange
+        share = min(config.parallel.world_size, config.parallel.ranks_per_node) / config.parallel.world_size
+        tokens = share * sequences * max(0, longest - indices.topk)
+        parts["records of sparse attention"] = round(3 * tokens * indices.token_bytes)
     ranks_per_node, total_bytes = min(config.parallel.world_size, config.parallel.ranks_per_node), sum(parts.values())
     num_leads = max(1, ranks_per_node // config.rollout.tp)
     on_rank = format_bytes(total_bytes // ranks_per_node)

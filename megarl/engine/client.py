@@ -17,6 +17,7 @@ import torch
 
 from megarl.engine.engine_protocol import Generation, RequestFailed, TokenCallback
 from megarl.models.routing import RoutingShape
+from megarl.models.sparse_indices import IndexShape, positions
 from megarl.types import Ids, SamplingMask, as_token_ids
 
 _MAX_ATTEMPTS = 3
@@ -37,6 +38,7 @@ class Client:
     timeout: seconds per request, including time in the engine's queue. The number of connections is unlimited, so a
     request to abort others never waits for them.
     routing: if set, request the engine's routing record, which has this shape.
+    indices: if set, request its record of sparse attention indices, which has this shape.
     weight_version: version that every response must come from; None accepts any. It may be raised while requests are in
     flight; their responses may then mix both versions. The prefix cache of one version is not reused by the next.
     check_running: raises EngineLost if the engine is gone.
@@ -50,11 +52,12 @@ class Client:
         routing: RoutingShape | None = None,
         weight_version: int | None = None,
         check_running: Callable[[], None] = lambda: None,
+        indices: IndexShape | None = None,
     ) -> None:
         self._url, self._check_running = url, check_running
         self._headers = {"Authorization": f"Bearer {api_key}"}
         self._timeout = aiohttp.ClientTimeout(total=timeout)
-        self._routing = routing
+        self._routing, self._indices = routing, indices
         self.weight_version = weight_version
         self.should_request_masks = True
         """Request the sampling mask when sampling is truncated. Training needs it."""
@@ -89,6 +92,8 @@ class Client:
             body["extra_key"] = str(request_version)
         if self._routing is not None:
             body |= {"return_routed_experts": True, "routed_experts_start_len": routed}
+        if self._indices is not None:  # MegaRL's plugin cuts this record like that of routing
+            body |= {"return_indexer_topk": True, "routed_experts_start_len": routed}
         self.num_pending += 1
         try:
             status, answer = await self._post("/generate", body, on_tokens)
@@ -135,6 +140,8 @@ class Client:
             problem = "the engine answered without a token"
         if not problem and is_aborted and self._routing is not None and meta.get("routed_experts") is None:
             problem = "the engine returned no routing"  # the request had been retracted
+        if not problem and is_aborted and self._indices is not None and meta.get("indexer_topk") is None:
+            problem = "the engine returned no sparse attention indices"
         if problem and not is_aborted:
             raise RequestFailed(problem)
         if problem:
@@ -144,6 +151,11 @@ class Client:
             routing = decode_routing(
                 meta.get("routed_experts"), prompt_len + len(token_ids) - 1 - routed, self._routing
             )
+        indices = None
+        if self._indices is not None and len(token_ids):
+            known = max(routed, self._indices.topk)
+            num_rows = max(0, prompt_len + len(token_ids) - 1 - known)
+            indices = decode_indices(meta.get("indexer_topk"), num_rows, known, self._indices)
         runs = _parse_weight_versions(meta.get("weight_versions") or (), len(token_ids))
         cached = meta.get("cached_tokens")
         return Generation(
@@ -153,6 +165,7 @@ class Client:
             # After a mid-response weight sync, later tokens still attend to keys and values of the older weights.
             weight_version=runs[0][0] if runs else int(meta["weight_version"]),
             routing=routing,
+            sparse_indices=indices,
             sampling_mask=sampling_mask,
             drafted=meta.get("spec_num_proposed_drafts", 0),
             accepted=meta.get("spec_num_correct_drafts", 0),
@@ -368,3 +381,26 @@ def decode_routing(text: str | None, tokens: int, shape: RoutingShape) -> torch.
             f"{shape.num_experts}, from 0"
         )
     return torch.from_numpy(record.astype(np.uint8 if shape.num_experts <= 256 else np.int16))
+
+
+def decode_indices(text: str | None, tokens: int, first: int, shape: IndexShape) -> torch.Tensor:
+    """Decode the record of sparse attention indices of `tokens` tokens from position `first` on.
+
+    The record is base64 of [tokens, layers, topk], two or four bytes each, see `cpu/sglang_sparse_attention.py`. Raises
+    RequestFailed if the record is missing, belongs to another size or model, or names later tokens.
+    """
+    if text is None:
+        raise RequestFailed("the engine did not record its sparse attention; set train.sparse_index_replay=false")
+    content, count = pybase64.b64decode(text, validate=True), tokens * len(shape.layers) * shape.topk
+    if len(content) not in (2 * count, 4 * count):
+        raise RequestFailed(
+            f"the engine's record of sparse attention has {len(content)} bytes, not 2 or 4 for each of {tokens} tokens "
+            f"in {len(shape.layers)} layers with {shape.topk} keys each: engine and trainer must load the same "
+            "config.json"
+        )
+    values = np.frombuffer(content, dtype=np.int16 if len(content) == 2 * count else np.int32)
+    record = torch.from_numpy(values.copy()).view(tokens, len(shape.layers), shape.topk)
+    keys = positions(record)
+    if tokens and bool(((keys < 0) | (keys > torch.arange(first, first + tokens)[:, None, None])).any()):
+        raise RequestFailed("the engine's record of sparse attention names keys after their query")
+    return record if record.dtype == shape.dtype else keys.to(shape.dtype)

@@ -27,6 +27,7 @@ class Generation:
     weight_version, versions: as in `Turn`. If weights were replaced mid-request while the KV cache stayed,
     weight_version is the oldest, because later tokens come from neither version alone.
     routing: [tokens, MoE layers, topk], the experts of the requested tokens, see `Policy`; as in `Rollout`.
+    sparse_indices: [tokens, layers, topk], the keys of the requested tokens after the first topk; as in `Rollout`.
     sampling_mask: if sampling was truncated, the tokens that could have been drawn at each position. The log-probs are
     then of the distribution over these.
     drafted, accepted: number of draft tokens (rollout.num_speculative_tokens), and how many of them were accepted.
@@ -44,6 +45,7 @@ class Generation:
     accepted: int = 0
     abort_reason: str = ""
     cached: int = -1
+    sparse_indices: torch.Tensor | None = None
 
     def to_turn(self) -> Turn:
         """Return the tokens as a turn of the policy."""
@@ -62,9 +64,9 @@ class Policy(Protocol):
     ) -> Generation:
         """Continue `ids` under SGLang's sampling `params`.
 
-        If routing is recorded, the caller already has that of the first `routed` tokens. The result covers the rest,
-        except the last generated token, which the engine has not run. `on_tokens` gets the tokens as they arrive.
-        Raises RequestFailed.
+        If routing or sparse attention indices are recorded, the caller already has those of the first `routed` tokens.
+        The result covers the rest, except the last generated token, which the engine has not run. `on_tokens` gets the
+        tokens as they arrive. Raises RequestFailed.
         """
         ...
 

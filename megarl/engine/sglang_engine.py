@@ -31,11 +31,13 @@ import torch
 from megarl.config import Config, server_args
 from megarl.cpu import sglang_arguments
 from megarl.cpu.sglang_arguments import NamedTensors
+from megarl.cpu.sglang_sparse_attention import SHORT_INDICES
 from megarl.engine import engine_cuda, weight_loader
 from megarl.engine.client import Client
 from megarl.engine.engine_host import HOST_VARIABLE, HostedServer, HostProcess
 from megarl.engine.engine_protocol import EngineError, EngineLost
 from megarl.engine.tool_calls import parser_name
+from megarl.models.mxfp4 import is_mxfp4
 from megarl.models.registry import load_hf_config
 from megarl.parallel import device, job_secret
 from megarl.parallel.placement import engine_ranks
@@ -97,6 +99,12 @@ def start_host(config: Config, threads: int = 0) -> HostProcess:
     return HostProcess(_environment(config, threads), preload, hidden=secret_variables(config))
 
 
+_INDEX_RECORD = {
+    "SGLANG_DSA_FUSE_TOPK": "0",  # the fused kernel returns cache slots instead of positions
+    "SGLANG_DSA_TOPK_BROADCAST": "1",  # tensor parallel ranks might choose differently by rounding
+}
+
+
 def _environment(config: Config, threads: int) -> dict[str, str]:
     engines = Counter(members[0] // config.parallel.ranks_per_node for members in engine_ranks(config))
     return {
@@ -110,6 +118,8 @@ def _environment(config: Config, threads: int) -> dict[str, str]:
         "SGLANG_MAMBA_CONV_DTYPE": config.model.dtype,
         "PYTHONWARNINGS": "ignore",  # dozens at each start would hide the last lines of a failure
         **engine_settings.ENVIRONMENT,
+        **(_INDEX_RECORD if config.train.sparse_index_replay else {}),
+        SHORT_INDICES: str(int(config.rollout.max_context < 1 << 16)),
         **_platform().environment(config.rollout.tp, max(engines.values(), default=1), threads),
     }
 
@@ -215,7 +225,8 @@ class Engine:
 
     def _launch(self) -> None:
         rollout = self.config.rollout
-        self.tool_call_parser = parser_name(rollout.tool_call_parser, load_hf_config(self.config.model.path))
+        hf = load_hf_config(self.config.model.path)
+        self.tool_call_parser = parser_name(rollout.tool_call_parser, hf)
         self._log_offset = self.log.stat().st_size  # earlier attempts have written to the same log
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -238,7 +249,10 @@ class Engine:
             "incremental_streaming_output": True,
             "log_level": "warning",
             "enable_return_routed_experts": self.config.train.routing_replay,
+            "enable_return_indexer_topk": self.config.train.sparse_index_replay,
             **({"dist_init_addr": self.dist_init_addr} if self.dist_init_addr else {}),
+            # Weights are synced in bfloat16, and the plug-in dequantises those that SGLang loads.
+            **({"json_model_override_args": '{"quantization_config": null}'} if is_mxfp4(hf) else {}),
             **server_args.speculative_args(rollout.num_speculative_tokens),
             **server_args.sampling_args(rollout),
             **self._platform.server_args(self.config, self.first_device),

@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from megarl.chat_format import harmony
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import ConfigError
 from megarl.config.server_args import tool_call_parsers
@@ -111,6 +112,8 @@ class EscapedText:
 
 def escape_text(text: str, schemas: Sequence[dict[str, Any]], parser: str, marker: str = "") -> EscapedText:
     """Escape a response for `parser`. marker: text by which SGLang recognizes a call; empty if there is none."""
+    if parser == harmony.PARSER:
+        text, marker = harmony.normalize_calls(text), harmony.CALL_OPENING
     if tags := _TAGS.get(parser):
         escaped = _escape_argument_texts(text, schemas, *tags)
     elif parser in _PYTHONIC:
@@ -242,7 +245,8 @@ def make_parser(client: ToolCallParser, name: str, marker: str) -> ParseFunction
     """Return a function that runs SGLang's parser `name` in the engine, on text that contains `marker`."""
 
     async def parse(text: str, schemas: Sequence[dict[str, Any]]) -> ParsedResponse:
-        if not schemas or (marker and marker not in text):
+        readable = harmony.normalize_calls(text) if name == harmony.PARSER else text
+        if not schemas or (marker and marker not in readable):
             return ParsedResponse(text)
         return await _parse(client, name, text, schemas, marker)
 
@@ -326,7 +330,8 @@ async def find_misread_tool(
         for text, arguments in chat.render_calls(tool):
             schemas = [chat.tools[tool].schema]
             response = await _parse(client, parser, text, schemas, "")
-            has_marker = parser != name or not marker or marker in text
+            readable = harmony.normalize_calls(text) if parser == harmony.PARSER else text
+            has_marker = parser != name or not marker or marker in readable
             if response.calls == (ToolCall(tool, arguments),) and has_marker:
                 return True
         return False

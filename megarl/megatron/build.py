@@ -18,6 +18,9 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.fusions import fused_layer_norm
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+    get_transformer_block_with_experimental_attention_variant_spec,
+)
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.module import Float16Module
@@ -29,19 +32,22 @@ from megarl.cpu import megatron_modules
 from megarl.megatron.gated_delta_net import use_delta_nets
 from megarl.megatron.lora import add_adapters
 from megarl.megatron.model_layers import (
-    CappedAttention,
     DeferredLogits,
     GroupLimitedRouter,
     MTPModel,
+    NormOverHeads,
     PlainQueryMLA,
     PostNormLayer,
     ScaledEmbedding,
+    SoftmaxBiasRouter,
     ValueHead,
     scale_rotary,
 )
 from megarl.megatron.parameter_names import named_params
+from megarl.megatron.sparse_attention import ReplayedDSAttention, SparseAttention
 from megarl.models import megatron_fields as fields
 from megarl.models import norm_counting
+from megarl.models.deepseek_sparse import INDEXER, is_indexer
 from megarl.models.family import Extras
 from megarl.models.layout_algebra import padded_vocab
 from megarl.models.pipeline_stages import stage_layers
@@ -103,6 +109,9 @@ def transformer_config(hf: Mapping[str, Any], config: Config) -> TransformerConf
         use_cpu_initialization=False,
     )
     values.update(select_fusions(values))
+    is_sparse = values.get("experimental_attention_variant") == "dsa"
+    if is_sparse:
+        values["cp_comm_type"] = "allgather"  # the only one that Megatron implements for sparse attention
     if values.get("num_moe_experts"):
         if values["num_moe_experts"] % parallel.ep:
             raise ConfigError(
@@ -115,8 +124,32 @@ def transformer_config(hf: Mapping[str, Any], config: Config) -> TransformerConf
         )
     elif max(parallel.ep, parallel.etp) > 1:
         raise ConfigError(f"parallel.ep={parallel.ep}, etp={parallel.etp}, but the model has no experts; set them to 1")
+    if is_sparse and config.model.megatron.get("fp8"):
+        raise ConfigError(
+            "model.megatron.fp8 with sparse attention: Megatron 0.19.2's AbsorbedMLA does not support FP8; remove it"
+        )
+    train = config.train
+    if device.has_cuda() and train.sparse_index_replay and train.indexer_loss_coef:
+        raise ConfigError(
+            "train.indexer_loss_coef with train.sparse_index_replay: Megatron's DSAttention has the loss only where "
+            "its indexer chooses the keys; set the first to 0 or the second to false"
+        )
     fields.check(config.model.megatron, config_class is MLATransformerConfig, family.extras(hf))
+    groups = (values.get("num_query_groups") or values["num_attention_heads"]) // parallel.tp
+    if family.extras(hf).has_sinks and device.has_cuda() and groups % parallel.cp:
+        raise ConfigError(
+            f"parallel.cp={parallel.cp} does not divide the {groups} key-value heads of a tensor parallel rank, which "
+            "Transformer Engine distributes over context parallel ranks for attention with sinks; choose a divisor"
+        )
     values.update(config.model.megatron)
+    if values.get("num_moe_experts") and values.get("add_bias_linear"):
+        reasons = {
+            "bias_activation_fusion": "fused activation takes neither clamps with SiLU nor gate and up in turn",
+            "bias_dropout_fusion": "grouped experts with biases do not support it",
+        }
+        for name, reason in reasons.items():
+            if values.get(name):
+                raise ConfigError(f"model.megatron.{name}: Megatron-Core 0.19.2's {reason}; remove it")
     stage_layers(values["num_layers"], parallel.pp, values, parallel.vpp)  # raises if the layers do not divide
     if values.get("fp8"):
         if not device.has_cuda():
@@ -140,6 +173,7 @@ def build_chunks(
     """
     settings = transformer_config(hf, config)
     settings.mtp_num_layers = mtp_layers or None
+    settings.dsa_indexer_loss_coeff = config.train.indexer_loss_coef if role == "actor" and trains else 0.0
     if config.train.deterministic and device.has_cuda():
         os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # Transformer Engine's attention reads it
     chunks: list[Any] = [_build_chunk(hf, config, role, settings, chunk) for chunk in range(config.parallel.vpp)]
@@ -149,6 +183,9 @@ def build_chunks(
         # The wrapper has cast the expert bias to bf16 with everything else. Megatron casts it back only in the first
         # forward pass, which would round biases loaded before that.
         router._maintain_float32_expert_bias()
+    for name, module in ((name, module) for chunk in chunks for name, module in chunk.named_modules()):
+        if name.endswith(f"{INDEXER}k_norm"):
+            module.float()  # as in the engine and the table
     if not trains:
         return [chunk.requires_grad_(False) for chunk in chunks]
     norm_counting.check_expert_flags(chunks)
@@ -194,32 +231,46 @@ def _build_chunk(
         model.embedding.scale = float(torch.tensor(extras.embedding_scale, dtype=settings.params_dtype))
     if extras.rotary is not None:
         scale_rotary(model, extras.rotary)
+    if settings.mtp_num_layers and settings.experimental_attention_variant == "dsa" and is_last:
+        for layer in model.mtp.layers:
+            layer.mtp_model_layer.self_attention.core_attention.separate_from_decoder()
     if role != "actor" and is_last:
         model.output_layer = ValueHead(settings)
     elif is_last:
         model.output_layer.__class__ = DeferredLogits
     # Megatron treats routed experts as dense parameters unless EP > 1. But their replicas lie on different ranks: those
-    # on other TP or CP ranks see other tokens, so gradients must be summed over these too.
+    # on other TP or CP ranks see other tokens, so gradients must be summed over these too. That includes biases, whose
+    # gradients Megatron would sum over TP a second time.
     for name, parameter in model.named_parameters():
         if ".mlp.experts." in name:
             parameter.allreduce = False
+            parameter.sequence_parallel = False
     table = family_of(hf).params(hf, config.parallel.tp, config.parallel.etp, mtp=bool(settings.mtp_num_layers))
     named = named_params([model], parallel_state.get_expert_model_parallel_rank())
     if role != "actor":
         named.pop("output_layer.weight", None)  # the value head, which is not in the table
     norm_counting.set_flags(named, table)
+    if not (role == "actor" and settings.dsa_indexer_loss_coeff):
+        for name, parameter in named.items():
+            if is_indexer(name):
+                parameter.requires_grad_(False)  # the choice of keys has no gradient
     if config.lora.rank:
         add_adapters(model, hf, config)
+    megatron_modules.complete_sequential_experts(model)
     return model.to(device.device())
 
 
 def _layer_spec(settings: TransformerConfig, extras: Extras, vp_stage: int | None) -> Any:
+    is_sparse = settings.experimental_attention_variant == "dsa"
     standard = copy(settings)
     standard.experimental_attention_variant = None  # whose layers Megatron builds for Transformer Engine only
     if device.has_cuda():
         from megatron.core.extensions.transformer_engine import TENorm as norm
 
-        spec = get_gpt_decoder_block_spec(standard, use_transformer_engine=True, vp_stage=vp_stage)
+        if is_sparse:
+            spec = get_transformer_block_with_experimental_attention_variant_spec(settings, vp_stage=vp_stage)
+        else:
+            spec = get_gpt_decoder_block_spec(standard, use_transformer_engine=True, vp_stage=vp_stage)
     else:
         norm = megatron_modules.RMSNorm
         spec = megatron_modules.adapt_local_spec(
@@ -230,14 +281,23 @@ def _layer_spec(settings: TransformerConfig, extras: Extras, vp_stage: int | Non
     if settings.experimental_attention_variant == "gated_delta_net":
         use_delta_nets(spec, settings, vp_stage)
     for layer in spec.layer_specs:  # some entries are the same object
+        if is_sparse and device.has_cuda():
+            layer.submodules.self_attention.submodules.core_attention.module = ReplayedDSAttention
+        elif is_sparse:
+            layer.submodules.self_attention.submodules.core_attention = SparseAttention
         if extras.attention_cap:
-            attention = partial(CappedAttention, cap=extras.attention_cap)
+            attention = partial(megatron_modules.PackedAttention, cap=extras.attention_cap)
             layer.submodules.self_attention.submodules.core_attention = attention
+        if extras.norm_over_heads:
+            attention = layer.submodules.self_attention.submodules
+            attention.q_layernorm = partial(NormOverHeads, num_heads=settings.num_attention_heads)
+            attention.k_layernorm = partial(NormOverHeads, num_heads=settings.num_query_groups)
         if extras.post_norms:
             layer.module, layer.params = PostNormLayer, {"post_norm": norm}
         if settings.multi_latent_attention and settings.q_lora_rank is None:
             layer.submodules.self_attention.module = PlainQueryMLA
         build_mlp = layer.submodules.mlp
-        if extras.has_group_max_routing and isinstance(build_mlp, partial) and build_mlp.func is MoELayer:
-            build_mlp.keywords["submodules"].router = GroupLimitedRouter
+        if extras.has_own_router and isinstance(build_mlp, partial) and build_mlp.func is MoELayer:
+            router = GroupLimitedRouter if extras.has_group_max_routing else SoftmaxBiasRouter
+            build_mlp.keywords["submodules"].router = router
     return spec

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.tensor_parallel import random
 
 
 def install() -> None:
     _restore_pickled_name()
     rope_utils._apply_rotary_pos_emb_thd = apply_packed_rope
+    random._get_share_storage = lambda: restore_storage
 
 
 def _restore_pickled_name() -> None:
@@ -58,3 +60,15 @@ def local_positions(cu_seqlens: torch.Tensor, cp: int, rank: int, total: int) ->
         return offset
     part = torch.repeat_interleave(lengths // 2, lengths, output_size=total)
     return torch.where(offset < part, rank * part + offset, (2 * cp - 2 - rank) * part + offset)
+
+
+def restore_storage(output: torch.Tensor, recomputed: torch.Tensor) -> None:
+    """Give `output` and all its views, whose storage the forward pass freed, the values of `recomputed`.
+
+    Megatron compiles a C++ extension when a step first recomputes an output, by which both tensors share a storage.
+    That needs a compiler on every node, and a lock that a killed rank leaves in the extensions' cache stops all later
+    runs. Python can only copy, as Megatron-Core 0.16 did. It does not count as a change in place of the output.
+    """
+    target, source = output.untyped_storage(), recomputed.untyped_storage()
+    target.resize_(source.size())
+    target.copy_(source)

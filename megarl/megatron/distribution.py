@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megarl.data.packing import plan_micro_batches
 from megarl.megatron.routing_replay import check_shape
 from megarl.models.routing import RoutingShape
+from megarl.models.sparse_indices import IndexShape, check_record
 from megarl.parallel import ranks, row_exchange
 from megarl.parallel.ranks import Ranks
 from megarl.parallel.row_exchange_plan import RowSpec
@@ -37,6 +38,7 @@ class ModelRank:
     is_last_stage: bool  # it emits the outputs and computes losses
     is_reporter: bool  # it is the one rank of its replica that reports outputs and metrics
     replayed_layers: tuple[int, ...]  # its MoE layers that replay recorded routing, as indices among all MoE layers
+    indexed_layers: tuple[int, ...] = ()  # those that replay sparse attention indices, among all with an indexer
 
 
 class LocalRows(NamedTuple):
@@ -47,6 +49,8 @@ class LocalRows(NamedTuple):
     records: Mapping[int, torch.Tensor] | None
     layers: tuple[int, ...]  # the MoE layers that the routing records cover
     sampling_masks: Mapping[int, SamplingMask] | None
+    index_records: Mapping[int, torch.Tensor] | None = None
+    indexed_layers: tuple[int, ...] = ()  # the layers with an indexer that the records of indices cover
 
     def select(self, indices: Sequence[int]) -> TrainBatch:
         """Return a batch of these sequences. Columns that this rank does not need are zeros or None."""
@@ -63,6 +67,7 @@ class LocalRows(NamedTuple):
             group=self.batch.group[index_tensor],
             sequence_reward=self.batch.sequence_reward[index_tensor],
             routing=None if self.records is None else tuple(self.records[i] for i in indices),
+            sparse_indices=None if self.index_records is None else tuple(self.index_records[i] for i in indices),
             counts=self.batch.counts,
             sampling_mask=None if self.sampling_masks is None else tuple(self.sampling_masks[i] for i in indices),
             **fields,
@@ -83,6 +88,7 @@ class BatchDispatcher:
     multiple: int  # the number of micro-batches is a multiple of this
     should_keep_groups: bool  # whether training keeps the sequences of a group in one micro-batch
     routing_shape: RoutingShape | None  # of the routing records that the model replays; None without replay
+    index_shape: IndexShape | None = None  # of the sparse attention indices that the model replays
     has_logits: bool = False  # whether the model emits token distributions, which depend on the sampling masks
 
     @property
@@ -118,6 +124,10 @@ class BatchDispatcher:
         for record in records or ():
             assert shape is not None
             check_shape(record, shape)
+        index_shape, indices = self.index_shape, None if self.index_shape is None else batch.sparse_indices
+        for record in indices or ():
+            assert index_shape is not None
+            check_record(record, index_shape)
         if batch.sharding is None:
             lengths = batch.lengths.tolist()
             return LocalRows(
@@ -126,6 +136,8 @@ class BatchDispatcher:
                 None if records is None else dict(enumerate(records)),
                 () if shape is None else tuple(range(len(shape.moe_layers))),
                 None if sampling_masks is None else dict(enumerate(sampling_masks)),
+                None if indices is None else dict(enumerate(indices)),
+                () if index_shape is None else tuple(range(len(index_shape.layers))),
             )
         last_stages = [rank for rank, model_rank in self.model_ranks.items() if model_rank.is_last_stage]
         with_tokens = [rank for rank, model_rank in self.model_ranks.items() if model_rank.needs_tokens]
@@ -143,6 +155,8 @@ class BatchDispatcher:
             None if records is None else self._dispatch_routing(batch, plan, records),
             self.this_rank.replayed_layers if self.this_rank else (),
             None if sampling_masks is None else self._dispatch_sampling_masks(batch, plan, sampling_masks, last_stages),
+            None if indices is None else self._dispatch_indices(batch, plan, indices),
+            self.this_rank.indexed_layers if self.this_rank else (),
         )
 
     def _deliver(
@@ -178,19 +192,41 @@ class BatchDispatcher:
         """Send each stage the routing of its own layers."""
         assert batch.sharding is not None and self.routing_shape is not None
         dtype, tail = self.routing_shape.dtype, (len(self.routing_shape.moe_layers), self.routing_shape.topk)
-        no_tokens = torch.zeros((0, *tail), dtype=dtype)
         layers = {rank: model_rank.replayed_layers for rank, model_rank in self.model_ranks.items()}
+        return self._dispatch_records(batch, plan, records, (dtype, tail), batch.sharding.routed_tokens, layers)
+
+    def _dispatch_indices(
+        self, batch: TrainBatch, plan: MicroBatchPlan, records: Sequence[torch.Tensor]
+    ) -> dict[int, torch.Tensor]:
+        """Send each stage the sparse attention indices of its own layers."""
+        assert batch.sharding is not None and batch.sharding.indexed_tokens is not None
+        assert self.index_shape is not None
+        spec = self.index_shape.dtype, (len(self.index_shape.layers), self.index_shape.topk)
+        layers = {rank: model_rank.indexed_layers for rank, model_rank in self.model_ranks.items()}
+        return self._dispatch_records(batch, plan, records, spec, batch.sharding.indexed_tokens, layers)
+
+    def _dispatch_records(
+        self,
+        batch: TrainBatch,
+        plan: MicroBatchPlan,
+        records: Sequence[torch.Tensor],
+        spec: RowSpec,
+        num_rows: torch.Tensor,
+        layers: Mapping[int, tuple[int, ...]],
+    ) -> dict[int, torch.Tensor]:
+        """Send each stage its part of the records. layers: those of each of the model's ranks."""
+        no_tokens = torch.zeros((0, *spec[1]), dtype=spec[0])
         rows = self._deliver(
             batch,
             plan,
-            {"routing": torch.cat([record for record in records if len(record)] or [no_tokens])},
-            {"routing": (dtype, tail)},
-            batch.sharding.routed_tokens,
+            {"record": torch.cat([record for record in records if len(record)] or [no_tokens])},
+            {"record": spec},
+            num_rows,
             [rank for rank in layers if layers[rank]],
-            {"routing": [layers.get(rank, ()) for rank in range(dist.get_world_size())]},
+            {"record": [layers.get(rank, ()) for rank in range(dist.get_world_size())]},
         )
-        if "routing" in rows or self.this_rank is None:
-            return rows.get("routing", {})
+        if "record" in rows or self.this_rank is None:
+            return rows.get("record", {})
         return dict.fromkeys(chain.from_iterable(plan[self.this_rank.dp_rank]), no_tokens)
 
     def _dispatch_sampling_masks(
@@ -262,8 +298,12 @@ class BatchDispatcher:
         self.dispatch(batch, self.plan(batch, forward_only=False), columns)
 
 
-def make_model_rank(layout: Ranks, layers: tuple[int, ...]) -> ModelRank:
-    """Return this rank's `ModelRank`. layers: its MoE layers that replay recorded routing."""
+def make_model_rank(layout: Ranks, layers: tuple[int, ...], indexed_layers: tuple[int, ...] = ()) -> ModelRank:
+    """Return this rank's `ModelRank`.
+
+    layers: its MoE layers that replay recorded routing.
+    indexed_layers: its layers that replay sparse attention indices.
+    """
     is_last_stage = layout.pp_rank == layout.pp - 1
     return ModelRank(
         dp_rank=layout.dp_rank,
@@ -271,4 +311,5 @@ def make_model_rank(layout: Ranks, layers: tuple[int, ...]) -> ModelRank:
         is_last_stage=is_last_stage,
         is_reporter=is_last_stage and layout.tp_rank == layout.cp_rank == 0,
         replayed_layers=layers,
+        indexed_layers=indexed_layers,
     )

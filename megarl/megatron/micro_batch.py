@@ -18,6 +18,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from megarl.config.strict import ConfigError
 from megarl.megatron.routing_replay import ReplayShard
+from megarl.models.sparse_indices import UNUSED, select
 from megarl.parallel.context_parallel import zigzag
 from megarl.types import TOKEN_COLUMNS, SamplingMask, TrainBatch
 from megarl.types.batch import REQUIRED_COLUMNS, get_declared_columns
@@ -37,6 +38,7 @@ class MicroBatch:
     sequence_positions: torch.Tensor  # [T] int64, positions of these tokens in their sequences
     packed: PackedSeqParams  # on the device
     routing: torch.Tensor | None  # [P / cp / tp, layers of the chunk, topk] int16, like the tokens; -1 in the padding
+    sparse_indices: torch.Tensor | None  # [P / cp, layers of the chunk, topk] int32, see `sparse_indices.py`
     sampling_mask: SamplingMask | None  # [P / cp] of each token's next one; stays on the host
     device: torch.device
     _copies: dict[str, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
@@ -91,6 +93,7 @@ def make_micro_batch(
     cp_rank: int = 0,
     mtp_layers: int = 0,
     replayed: ReplayShard | None = None,
+    indexed_layers: Sequence[int] | None = None,
 ) -> MicroBatch:
     """Build a micro-batch of the sequences in `batch`, all of them local; without sequences it is all padding.
 
@@ -99,6 +102,7 @@ def make_micro_batch(
 
     indices: the sequences' numbers in the whole batch.
     replayed: the model's share of the routing records; None for a model that routes for itself.
+    indexed_layers: the layers of the records of sparse attention indices that it replays; None for none.
     """
     unit, multiple = (2 * cp, cp * lcm(2, tp)) if cp > 1 else (1, tp)
     lengths = [-(-length // unit) * unit for length in batch.lengths.tolist()]
@@ -130,6 +134,20 @@ def make_micro_batch(
         records = [record for record in batch.routing if len(record)]  # empty ones may have other numbers of layers
         no_records = torch.zeros((0, len(replayed.layers), 1), dtype=torch.uint8)
         routing = replayed.select(torch.cat(records) if records else no_records, rows[local])
+    sparse_indices = None
+    if batch.sparse_indices is not None and indexed_layers is not None:
+        records = [record for record in batch.sparse_indices if len(record)]
+        record_lengths = torch.tensor([len(record) for record in batch.sparse_indices], dtype=torch.int64)
+        first = records[0].shape[2] if records else 0  # earlier tokens see all keys and have no record
+        after = token_positions - first
+        has_record = (after >= 0) & (after < record_lengths[batch.sequence_ids])
+        rows = torch.full_like(tokens, -1)
+        rows[unpadded[has_record]] = torch.arange(int(record_lengths.sum()))
+        if records:
+            sparse_indices = select(torch.cat(records), rows[local], indexed_layers)
+            is_used = torch.zeros(len(tokens), dtype=torch.bool)
+            is_used[unpadded] = token_positions + 1 < batch.lengths[batch.sequence_ids]
+            sparse_indices[~is_used[local]] = UNUSED
     sampling_mask = None
     if batch.sampling_mask is not None:
         rows = torch.full_like(tokens, -1)
@@ -137,23 +155,28 @@ def make_micro_batch(
         rows[unpadded[has_previous] - 1] = torch.arange(len(token_positions))[has_previous]
         all_masks = SamplingMask.concat([SamplingMask.unrestricted(0), *batch.sampling_mask])
         sampling_mask = all_masks.index_select(rows[local])
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=offsets,
+        cu_seqlens_kv=offsets,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
+    )
+    is_token = torch.zeros(len(tokens), dtype=torch.bool)
+    is_token[unpadded] = True
+    packed.real_token_mask_q = is_token[local].to(device)  # for the loss of sparse attention's indexers
     return MicroBatch(
         indices=list(indices),
-        batch=batch.with_(routing=None, sampling_mask=None),
+        batch=batch.with_(routing=None, sparse_indices=None, sampling_mask=None),
         tokens=tokens[None, local],
         positions=positions[None, local],
         next_tokens=next_tokens[:, local],
         context_indices=shard_indices,
         unpadded_indices=unpadded,
         sequence_positions=token_positions,
-        packed=PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=offsets,
-            cu_seqlens_kv=offsets,
-            max_seqlen_q=max(lengths),
-            max_seqlen_kv=max(lengths),
-        ),
+        packed=packed,
         routing=routing,
+        sparse_indices=sparse_indices,
         sampling_mask=sampling_mask,
         device=device,
     )

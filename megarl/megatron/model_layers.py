@@ -15,22 +15,25 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core import tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from megatron.core.transformer.utils import is_layer_window_attention
-from torch.utils.checkpoint import checkpoint
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from megarl.cpu.megatron_modules import PackedAttention
 from megarl.models.rotary import ScaledRotary
+from megarl.parallel import device
 
 
 class ValueHead(torch.nn.Module):
@@ -113,6 +116,43 @@ class PlainQueryMLA(MLASelfAttention):  # type: ignore[misc]
         }
 
 
+class NormOverHeads(torch.nn.Module):
+    """RMSNorm of queries or keys over all heads of a token together, on all tensor parallel ranks, as in MiniMax-M2.
+
+    Megatron's norms of queries and keys are over each head. The weight has the elements of the rank's heads.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, *, num_heads: int) -> None:
+        super().__init__()
+        self.eps, self.num_heads = eps, num_heads
+        local = num_heads // config.tensor_model_parallel_size
+        self.weight = torch.nn.Parameter(torch.ones(local * hidden_size, dtype=config.params_dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Norm [..., local heads, head dim]."""
+        heads = x.flatten(-2).float()
+        total = heads.square().sum(-1, keepdim=True)
+        # Sum forward, and also backward: each rank norms other heads by this sum.
+        total = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(total))
+        mean = total / (self.num_heads * x.shape[-1])
+        return (heads * torch.rsqrt(mean + self.eps)).to(x.dtype).mul(self.weight).view(x.shape)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return the weight for Megatron's distributed checkpoint, sharded along its only dimension."""
+        assert metadata is not None
+        state: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True),
+            prefix,
+            {"weight": 0},
+            sharded_offsets,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+        return state
+
+
 def scale_rotary(model: GPTModel, rotary: ScaledRotary) -> None:
     """Give a model with grouped-query attention scaled rotary embeddings.
 
@@ -127,51 +167,6 @@ def scale_rotary(model: GPTModel, rotary: ScaledRotary) -> None:
 
 
 # --- Gemma 2 --------------------------------------------------------------------------------------------------------
-
-QUERIES_AT_ONCE = 512
-
-
-class CappedAttention(PackedAttention):
-    """Causal attention with logits cap * tanh(x / cap), and a sliding window on layers that have one.
-
-    Plain torch on every device, because Transformer Engine's attention has no logit cap as of Megatron 0.19.2.
-    Probabilities of only `QUERIES_AT_ONCE` queries exist at a time; the backward pass recomputes them.
-    """
-
-    def __init__(self, config: TransformerConfig, layer_number: int, *args: Any, cap: float, **kwargs: Any) -> None:
-        super().__init__(config, layer_number, *args, **kwargs)
-        self.cap = cap
-        has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
-        self.window = config.window_size[0] if has_window else None  # keys that a query sees before its own position
-
-    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Return attention outputs [s, b, heads * d].
-
-        query: [s, b, heads, d], at the positions of the last s keys. key, value: [t, b, groups, d].
-        """
-        s, b, heads, d = query.shape
-        t, _, groups, _ = key.shape
-        q = query.reshape(s, b, groups, heads // groups, d).permute(1, 2, 3, 0, 4)  # [b, groups, heads per group, s, d]
-        k, v = (x.permute(1, 2, 0, 3)[:, :, None] for x in (key, value))  # [b, groups, 1, t, d]
-        outputs = []
-        for start in range(0, s, QUERIES_AT_ONCE):
-            stop = min(s, start + QUERIES_AT_ONCE)
-            key_stop = t - s + stop
-            key_start = 0 if self.window is None else max(0, t - s + start - self.window)
-            chunk = q[..., start:stop, :], k[..., key_start:key_stop, :], v[..., key_start:key_stop, :]
-            outputs.append(checkpoint(self._attend_chunk, *chunk, use_reentrant=False, preserve_rng_state=False))
-        return torch.cat(outputs, dim=-2).permute(3, 0, 1, 2, 4).reshape(s, b, heads * d)
-
-    def _attend_chunk(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Attend with queries [.., s, d] at the last positions of keys and values [.., t, d]. Logits are fp32."""
-        logits = (query @ key.transpose(-1, -2)).float() * (self.scale / self.cap)
-        s, t = logits.shape[-2:]
-        distance = torch.arange(t - s, t, device=query.device)[:, None] - torch.arange(t, device=query.device)
-        is_visible = distance >= 0
-        if self.window is not None:
-            is_visible &= distance <= self.window
-        weights = (self.cap * logits.tanh()).masked_fill(~is_visible, -torch.inf).softmax(-1)
-        return weights.to(value.dtype) @ value
 
 
 class PostNormLayer(TransformerLayer):  # type: ignore[misc]
@@ -249,16 +244,66 @@ class GroupMaxTopK:
         return replayed
 
 
-class GroupLimitedRouter(TopKRouter):  # type: ignore[misc]
-    """Megatron's router, except that it chooses experts by `group_max_topk`."""
+class _OwnTopKRouter(TopKRouter):  # type: ignore[misc]
+    """Megatron's router, except that it chooses experts as `wrap_replay` does."""
 
     router_replay: Any
 
+    def wrap_replay(self, replay: Any) -> Any:
+        """Return the hook that replaces `replay`, the installed one or None."""
+        raise NotImplementedError
+
     def routing(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         replay = self.router_replay
-        self.router_replay = GroupMaxTopK(replay)
+        self.router_replay = self.wrap_replay(replay)
         try:
             probs, routing_map = super().routing(*args, **kwargs)
         finally:
             self.router_replay = replay
         return probs, routing_map
+
+
+class GroupLimitedRouter(_OwnTopKRouter):
+    """Megatron's router, except that it chooses experts by `group_max_topk`."""
+
+    def wrap_replay(self, replay: Any) -> Any:
+        return GroupMaxTopK(replay)
+
+
+# --- softmax routing with a balancing bias ----------------------------------------------------------------------------
+
+
+class BiasedTopK:
+    """Chooses experts by softmax probability plus bias and returns their probabilities, normalised, without the bias.
+
+    Megatron has such a bias for sigmoid scores only. Wraps the replay already installed, if any.
+    """
+
+    def __init__(self, replay: Any, bias: torch.Tensor) -> None:
+        self.replay, self.bias = replay, bias
+
+    def get_replay_topk(
+        self, scores: torch.Tensor, topk: int, num_groups: None, group_topk: None, default_compute_topk: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        arguments = (scores + self.bias).detach(), topk, num_groups, group_topk
+        if self.replay is None:
+            _, chosen = default_compute_topk(*arguments)
+        else:
+            _, chosen = self.replay.get_replay_topk(*arguments, default_compute_topk)
+        weights = scores.gather(1, chosen)
+        return weights / weights.sum(dim=-1, keepdim=True), chosen
+
+
+class SoftmaxBiasRouter(_OwnTopKRouter):
+    """Megatron's router with ERNIE 4.5's choice of experts; `expert_bias` has the shape of its checkpoints, [1, E]."""
+
+    expert_bias: torch.Tensor
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        del self.expert_bias
+        bias = torch.zeros(1, config.num_moe_experts, dtype=torch.float32, device=device.device())
+        self.register_buffer("expert_bias", bias)
+
+    def wrap_replay(self, replay: Any) -> Any:
+        return BiasedTopK(replay, self.expert_bias)

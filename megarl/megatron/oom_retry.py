@@ -19,12 +19,13 @@ import numpy as np
 import torch
 from megatron.core.distributed.finalize_model_grads import reset_model_temporary_tensors
 from megatron.core.tensor_parallel.random import _unset_checkpointing
+from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.config import Config, ConfigError
 from megarl.data.packing import plan_micro_batches
-from megarl.megatron import routing_replay
+from megarl.megatron import routing_replay, sparse_replay
 from megarl.megatron.distribution import BatchDispatcher, MicroBatchPlan
 from megarl.megatron.parameter_names import unwrap
 from megarl.models.activation_memory import working_bytes
@@ -201,7 +202,9 @@ class OOMRetry:
             _unset_checkpointing()
             reset_model_temporary_tensors(unwrap(self._chunks[0]).config, list(self._chunks))
             destroy_moe_metrics_tracker()
+            DSAIndexerLossLoggingHelper.tracker.clear()
             routing_replay.reset(self._chunks)
+            sparse_replay.reset(self._chunks)
         device.empty_cache()
         reports = self._reports or []
         divisible_sizes = [

@@ -20,7 +20,7 @@ from megarl.models.layout_algebra import FUSED_NORMS
 
 _LAYER = re.compile(r"(decoder\.layers\.|mtp\.layers\.)(\d+)\.(mtp_model_layer\.)?(.*)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.*)")
-_GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)")
+_GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)")
 
 
 def canonical_name(local: str, first_layer: int = 0, first_expert: int = 0) -> str:
@@ -34,7 +34,7 @@ def canonical_name(local: str, first_layer: int = 0, first_expert: int = 0) -> s
     if expert := _EXPERT.fullmatch(rest):
         rest = f"mlp.experts.{int(expert[1]) + first_expert}.{expert[2]}"
     elif grouped := _GROUPED_EXPERT.fullmatch(rest):
-        rest = f"mlp.experts.{int(grouped[2]) + first_expert}.{grouped[1]}.weight"
+        rest = f"mlp.experts.{int(grouped[3]) + first_expert}.{grouped[1]}.{grouped[2]}"
     inner = "transformer_layer." if inner else ""  # its name in checkpoints
     return f"{stack}{int(layer_number) + first_layer}.{inner}{FUSED_NORMS.get(rest, rest)}"
 

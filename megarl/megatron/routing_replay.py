@@ -22,23 +22,42 @@ from megarl.models.routing import RoutingShape
 TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
-class ReplayedTopK:
-    """The top-k of one layer's router. layer: its index among the MoE layers of all stages."""
+class RecordedRows:
+    """A layer's part of an engine's record, of the micro-batch in the current pass, original or recomputed."""
 
-    def __init__(self, layer: int) -> None:
-        self.moe_layer_index = layer
-        self._recorded_experts: torch.Tensor | None = None
+    def __init__(self) -> None:
+        self._recorded: torch.Tensor | None = None
         self._training = False
         self._to_recompute: deque[torch.Tensor | None] = deque()
 
     def set_recorded(self, chosen: torch.Tensor | None, training: bool) -> None:
-        """Set the experts for the next forward pass: [tokens, topk] int16, rows of -1 for the router's own choice."""
-        self._recorded_experts, self._training = chosen, training
+        """Set the choices for the next forward pass: [tokens, topk] int16, rows of -1 for the model's own choice."""
+        self._recorded, self._training = chosen, training
 
     def reset(self) -> None:
         """Discard the state of an aborted pass."""
-        self._recorded_experts = None
+        self._recorded = None
         self._to_recompute.clear()
+
+    def for_pass(self) -> torch.Tensor | None:
+        """Return the choices for the current pass. Call this once per pass.
+
+        In training, a pass without gradients is the first one of a recomputed layer; recomputations, with gradients,
+        come in the same order.
+        """
+        if self._training and not torch.is_grad_enabled():
+            self._to_recompute.append(self._recorded)
+        elif self._training and self._to_recompute:
+            return self._to_recompute.popleft()
+        return self._recorded
+
+
+class ReplayedTopK(RecordedRows):
+    """The top-k of one layer's router. layer: its index among the MoE layers of all stages."""
+
+    def __init__(self, layer: int) -> None:
+        super().__init__()
+        self.moe_layer_index = layer
 
     def get_replay_topk(
         self,
@@ -54,7 +73,7 @@ class ReplayedTopK:
 
         scores: [tokens, experts].
         """
-        chosen = self._experts_for_pass()
+        chosen = self.for_pass()
         if chosen is None:
             return default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         with torch.no_grad():
@@ -64,18 +83,6 @@ class ReplayedTopK:
                 1, torch.where(chosen < 0, default_experts, chosen), False
             )
         return torch.topk(scores.masked_fill(is_excluded, -torch.inf), k=topk, dim=1)
-
-    def _experts_for_pass(self) -> torch.Tensor | None:
-        """Return the experts for the current pass, original or recomputed.
-
-        In training, a pass without gradients is the first one of a recomputed layer; recomputations, with gradients,
-        come in the same order.
-        """
-        if self._training and not torch.is_grad_enabled():
-            self._to_recompute.append(self._recorded_experts)
-        elif self._training and self._to_recompute:
-            return self._to_recompute.popleft()
-        return self._recorded_experts
 
 
 def install(chunks: Sequence[torch.nn.Module], shape: RoutingShape) -> None:

@@ -18,7 +18,7 @@ from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracke
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.config import Config, ConfigError
-from megarl.megatron import lora, optimizer, routing_replay
+from megarl.megatron import lora, optimizer, routing_replay, sparse_replay
 from megarl.megatron.build import Role, build_chunks
 from megarl.megatron.distribution import BatchDispatcher, LocalRows, MicroBatchPlan, make_model_rank
 from megarl.megatron.logprobs import OutputReader
@@ -26,6 +26,8 @@ from megarl.megatron.micro_batch import MicroBatch, explain_hidden_columns, make
 from megarl.megatron.offload import MemoryOffload, WeightSnapshot
 from megarl.megatron.oom_retry import OOMRetry
 from megarl.megatron.parameter_names import named_params, unwrap
+from megarl.megatron.sparse_attention import collect_indexer_loss
+from megarl.models import int4
 from megarl.models.family import VALUE_HEAD
 from megarl.models.flops import quadratic_cost
 from megarl.models.layout_algebra import Param
@@ -33,6 +35,7 @@ from megarl.models.lora_tables import adapter_params
 from megarl.models.memory import critic_params
 from megarl.models.registry import family_of, num_trained_mtp
 from megarl.models.routing import RoutingShape, routing_shape
+from megarl.models.sparse_indices import index_shape
 from megarl.parallel import device
 from megarl.parallel.host_copy import HostCopy, tensor_bytes
 from megarl.parallel.ranks import Ranks, all_gather_objects, use_layout
@@ -117,6 +120,7 @@ class MegatronModel:
     ) -> None:
         self.hf_config, self.config, self.ranks, self.role = hf_config, config, ranks, role
         self.mtp_layers = num_trained_mtp(hf_config, config) if role == "actor" and trains else 0
+        self.rounds_experts = role == "actor" and int4.is_int4(hf_config)
         self.optimizer: Any = None
         self.replay_shape: RoutingShape | None = None
         self._weight_offload, self._optimizer_offload = MemoryOffload(), MemoryOffload()
@@ -131,9 +135,11 @@ class MegatronModel:
                 self.replay_shape = routing_shape(hf_config, config.model.megatron)
                 routing_replay.install(self.chunks, self.replay_shape)
             layers = routing_replay.replayed_layers(self.chunks) if self.replay_shape is not None else ()
+            self.index_shape = index_shape(hf_config, config) if role == "actor" else None
+            indexed = () if self.index_shape is None else sparse_replay.recorded_layers(self.chunks, self.index_shape)
             self.dispatcher = BatchDispatcher(
                 model_ranks=dict(
-                    all_gather_objects((ranks.job.rank, make_model_rank(ranks, layers)), ranks.host_group)
+                    all_gather_objects((ranks.job.rank, make_model_rank(ranks, layers, indexed)), ranks.host_group)
                 ),
                 dp=ranks.dp,
                 token_budget=config.train.max_tokens_per_gpu * ranks.cp,
@@ -142,6 +148,7 @@ class MegatronModel:
                 multiple=ranks.pp if ranks.vpp > 1 else 1,
                 should_keep_groups=role == "reward_model",  # its loss compares the scores within a group
                 routing_shape=self.replay_shape,
+                index_shape=self.index_shape,
                 has_logits=role == "actor",
             )
             self.oom_retry = OOMRetry(hf_config, config, ranks, role, self.chunks, self.dispatcher)
@@ -202,6 +209,21 @@ class MegatronModel:
             raise ConfigError(f"{bad_names[0]} has elements that are not finite; these weights cannot be trained")
         if self.optimizer is not None:
             self.optimizer.reload_model_params()  # the fp32 masters
+        self._round_int4_experts()
+
+    @torch.no_grad()
+    def _round_int4_experts(self) -> None:
+        """Round the routed experts of an INT4 checkpoint's policy to the values that the engine computes with.
+
+        Quantisation-aware training: the bf16 weights are the INT4 values nearest to the optimizer's fp32 masters, which
+        keep what an update adds, and gradients pass straight through to them. Compared with rounding in each forward
+        pass, the result is the same, and it costs no memory and one pass over the weights per update.
+        """
+        if not self.rounds_experts:
+            return
+        for name, tensor in named_params(self.chunks, self.ranks.ep_rank).items():
+            if ".mlp.experts." in name:
+                int4.round_to_grid(tensor.data)
 
     def load_hf(self, folder: str | Path) -> None:
         """Load weights from an HF folder. A value head stays zero unless the folder has one. Raises ConfigError."""
@@ -302,7 +324,8 @@ class MegatronModel:
         """Take one optimizer step on sum(loss_weights * loss) over `batch` and return its metrics.
 
         Metrics prefixed with the role: `loss`, `grad_norm` (before clipping), `lr`, `tokens`, `skipped` (1 if the
-        gradient was not finite and nothing changed), `mtp_loss` if MTP layers are trained, and each enabled aux loss.
+        gradient was not finite and nothing changed), `mtp_loss` if MTP layers are trained, and each enabled aux loss,
+        `indexer_loss` among them.
         Metrics of `loss_fn` keep their own names. A reward model's loss gets all sequences of a group in one
         micro-batch. Raises ConfigError on all ranks if the step produces non-finite weights.
         """
@@ -341,7 +364,12 @@ class MegatronModel:
                 with self.oom_retry.catch_oom():
                     results = self._schedule(rows, retried_plan, compute_loss, forward_only=False)
             aux_losses = collect_aux_losses(unwrap(self.chunks[0]).config, self.ranks, len(retried_plan[0]))
+            coef = unwrap(self.chunks[0]).config.dsa_indexer_loss_coeff
+            if coef:
+                aux_losses |= collect_indexer_loss(self.ranks, coef, total_tokens)
             norm, is_taken = optimizer.take_step(self.optimizer, self.scheduler)
+            if is_taken:
+                self._round_int4_experts()
         local_metrics = sum_metrics(results) if self.dispatcher.is_reporter else {}
         gathered = all_gather_objects((local_metrics, optimizer.has_finite_weights(self.chunks)), self.ranks.host_group)
         if bad_ranks := [rank for rank, (_, finite) in enumerate(gathered) if not finite]:
@@ -377,8 +405,13 @@ class MegatronModel:
             if self.replay_shape is not None:
                 layers = tuple(rows.layers.index(layer) for layer in routing_replay.replayed_layers([chunk]))
                 replay_shard = routing_replay.ReplayShard(layers, self.ranks.tp, self.ranks.tp_rank)
+            indexed = None
+            if self.index_shape is not None:
+                local = sparse_replay.recorded_layers([chunk], self.index_shape)
+                indexed = tuple(rows.indexed_layers.index(layer) for layer in local)
+            options = mtp_layers, replay_shard, indexed
             return (
-                make_micro_batch(rows.select(indices), indices, target_device, *padding_args, mtp_layers, replay_shard)
+                make_micro_batch(rows.select(indices), indices, target_device, *padding_args, *options)
                 for indices in track_current(micro_batches)
             )
 
@@ -390,6 +423,9 @@ class MegatronModel:
                 routing_replay.start_micro_batch(
                     model, None if micro.routing is None else micro.on_device("routing"), self.replay_shape
                 )
+            if self.index_shape is not None:
+                keys = None if micro.sparse_indices is None else micro.on_device("sparse_indices")
+                sparse_replay.start_micro_batch(model, keys)
             runs_mtp = bool(mtp_layers) and unwrap(model).post_process
             needs_tokens = runs_mtp or unwrap(model).pre_process
             output = model(

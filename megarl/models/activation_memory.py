@@ -155,12 +155,14 @@ def micro_batch_bytes(
     last: bool = True,
     mtp: int = 0,
     replays: bool = False,
+    replays_indices: bool = False,
 ) -> int:
     """Return an upper bound on the device bytes of a micro-batch's inputs, as `megatron/micro_batch.py` moves them.
 
     tokens: of the micro-batch on this rank, after context parallelism.
     mtp: number of multi-token prediction layers.
     replays: whether expert choices are replayed, those of the tokens that sequence parallelism assigns to this rank.
+    replays_indices: whether sparse attention indices are replayed.
     """
     total = 16 * tokens if first or (last and mtp) else 0  # tokens and positions, 8 bytes each
     if last:  # target tokens, and for the tokens of all cp ranks 3 indices, the mask, and at most 9 fp32 columns
@@ -168,6 +170,10 @@ def micro_batch_bytes(
     if replays:  # 2 bytes per choice
         experts = sum(is_moe(settings, layer) for layer in layers) * int(settings.get("moe_router_topk") or 0)
         total += -(-2 * experts * tokens // tp)
+    if replays_indices:  # 4 bytes per key, for the layers with an indexer
+        freq, offset = settings.get("dsa_indexer_topk_freq") or 1, settings.get("dsa_indexer_skip_topk_offset") or 1
+        indexers = sum(max(layer + 1 - offset, 0) % freq == 0 for layer in layers)
+        total += 4 * indexers * int(settings.get("dsa_indexer_topk") or 0) * tokens
     return total
 
 
@@ -180,6 +186,7 @@ def training_bytes(
     size: int,
     mtp: int = 0,
     replays: bool = False,
+    replays_indices: bool = False,
 ) -> tuple[int, float]:
     """Return the bytes of activations and of micro-batch inputs on a rank of a stage, for all micro-batches in flight.
 
@@ -195,8 +202,22 @@ def training_bytes(
         elements, parts[-1] = 0, [*parts[-1], *mtp_layers]
     in_flight = micro_batches_in_flight(parallel.pp, stage, parallel.vpp)
     elements += activation_elements(settings, parts, parallel.tp, tokens, in_flight, parallel.etp)
-    inputs = micro_batch_bytes(settings, layers, tokens, parallel.tp, parallel.cp, stage == 0, is_last, mtp, replays)
-    return elements * size, inputs * in_flight
+    sizes = tokens, parallel.tp, parallel.cp
+    inputs = micro_batch_bytes(settings, layers, *sizes, stage == 0, is_last, mtp, replays, replays_indices)
+    scores = unfused_sparse_bytes(settings, tokens, parallel.tp, parallel.cp)
+    return elements * size + scores, inputs * in_flight
+
+
+def unfused_sparse_bytes(settings: Mapping[str, Any], tokens: int, tp: int, cp: int) -> int:
+    """Return the bytes of scores in a layer of sparse attention without a fused kernel; 0 for other models.
+
+    Megatron's torch path holds the scores of all pairs of tokens of a micro-batch in fp32, across sequences: those of
+    the indexer's heads and, twice, of this rank's heads. tokens: on this rank, after context parallelism.
+    """
+    if not settings.get("dsa_indexer_topk") or settings.get("dsa_kernel_backend", "none") != "none":
+        return 0
+    heads = int(settings["dsa_indexer_n_heads"]) + 2 * int(settings["num_attention_heads"]) // tp
+    return 4 * heads * tokens * tokens * cp
 
 
 def working_bytes(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch.nn.functional import silu
 
 from megarl.config import ConfigError
@@ -13,6 +15,7 @@ from megarl.models.layout_algebra import (
     Dim0Sharding,
     Dim1Sharding,
     EngineGrid,
+    EngineKVSharding,
     EngineQKVSharding,
     EngineSlot,
     EngineVocabSharding,
@@ -27,6 +30,8 @@ from megarl.models.layout_algebra import (
 from megarl.models.rotary import ScaledRotary, scaled_rotary
 
 HEADS = "num_attention_heads"
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+"""HF's names of a gated MLP's matrices."""
 
 
 def common_config(hf: HFConfig) -> dict[str, Any]:
@@ -111,8 +116,8 @@ def weight(
     )
 
 
-def embedding(hf: HFConfig) -> list[Param]:
-    return [_vocab_weight("embedding.word_embeddings", "model.embed_tokens", hf, "embedding")]
+def embedding(hf: HFConfig, name: str = "model.embed_tokens") -> list[Param]:
+    return [_vocab_weight("embedding.word_embeddings", name, hf, "embedding")]
 
 
 def final_params(hf: HFConfig) -> list[Param]:
@@ -137,11 +142,13 @@ def gqa_params(
     bias: bool = False,
     qk_norm: bool = False,
     before_mlp: str = "post_attention_layernorm",
+    norm_over_heads: bool = False,
 ) -> list[Param]:
     """Return both norms of a layer and grouped-query attention: fused qkv and output projection.
 
     bias: add biases of q, k and v.
     qk_norm: add norms of q and k.
+    norm_over_heads: these norms are over all heads together (`Extras.norm_over_heads`).
     before_mlp: HF's name of the second norm.
     """
     hidden, heads, size, kv_heads = need(hf, "hidden_size"), need(hf, HEADS), head_dim(hf), num_kv_heads(hf)
@@ -153,7 +160,15 @@ def gqa_params(
         tensors = tuple(HFTensor(f"{hf_prefix}.{x}_proj.{kind}", (n, *columns)) for x, n in row_counts.items())
         slot = EngineSlot(f"{hf_prefix}.qkv_proj.{kind}", EngineQKVSharding(heads, kv_heads), "attention")
         rows.append(Param(f"{megatron_prefix}.linear_qkv.{kind}", tensors, QKVSharding(kv_heads), slot))
-    if qk_norm:
+    if norm_over_heads:
+        for x, count, key, engine in (
+            ("q", heads, HEADS, Dim0Sharding(heads, HEADS)),
+            ("k", kv_heads, "num_key_value_heads", EngineKVSharding(kv_heads)),
+        ):
+            tensor = HFTensor(f"{hf_prefix}.{x}_norm.weight", (count * size,))
+            slot = EngineSlot(tensor.name, engine, "attention")
+            rows.append(Param(f"{megatron_prefix}.{x}_layernorm.weight", (tensor,), Dim0Sharding(count, key), slot))
+    elif qk_norm:
         rows += [norm(f"{megatron_prefix}.{x}_layernorm", f"{hf_prefix}.{x}_norm", size) for x in ("q", "k")]
     output, shape = Dim1Sharding(heads, HEADS), (hidden, heads * size)
     rows.append(weight(f"{megatron_prefix}.linear_proj", f"{hf_prefix}.o_proj", shape, output))
@@ -167,16 +182,24 @@ def dense_mlp(hf: HFConfig, layer: int) -> list[Param]:
 
 
 def gated_mlp(
-    megatron: str, hf: str, hidden: int, ffn: int, width_key: str, expert: int | None = None, grid: EngineGrid = "mlp"
+    megatron: str,
+    hf: str,
+    hidden: int,
+    ffn: int,
+    width_key: str,
+    expert: int | None = None,
+    grid: EngineGrid = "mlp",
+    projections: tuple[str, str, str] = PROJECTIONS,
 ) -> list[Param]:
     """Return a gated MLP: gate and up fused into fc1, and down as fc2.
 
     width_key: the config key of the width, for error messages.
     expert: index of the routed expert, if it is one.
     grid: the engine's rank group for an MLP that is not a routed expert.
+    projections: HF's names of gate, up and down.
     """
-    gate_up = tuple(HFTensor(f"{hf}.{x}_proj.weight", (ffn, hidden)) for x in ("gate", "up"))
-    down = (HFTensor(f"{hf}.down_proj.weight", (hidden, ffn)),)
+    gate_up = tuple(HFTensor(f"{hf}.{name}.weight", (ffn, hidden)) for name in projections[:2])
+    down = (HFTensor(f"{hf}.{projections[2]}.weight", (hidden, ffn)),)
     names = f"{hf}.gate_up_proj.weight", f"{hf}.down_proj.weight"
     if expert is not None:
         stack, grid = hf.rpartition(".")[0], "expert"  # without the expert's number
@@ -190,10 +213,38 @@ def gated_mlp(
     ]
 
 
-def moe_params(layer: int, hidden: int, ffn: int, count: int, experts: Iterable[int]) -> list[Param]:
-    """Return a layer's router weight and the routed experts `experts`, out of `count`."""
-    megatron, hf = f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.mlp"
+def moe_params(
+    layer: int,
+    hidden: int,
+    ffn: int,
+    count: int,
+    experts: Iterable[int],
+    hf_mlp: str = "mlp",
+    projections: tuple[str, str, str] = PROJECTIONS,
+    width_key: str = "moe_intermediate_size",
+) -> list[Param]:
+    """Return a layer's router weight and the routed experts `experts`, out of `count`.
+
+    hf_mlp, projections: HF's names of the layer's MLP and of an expert's matrices. width_key: see `gated_mlp`.
+    """
+    megatron, hf = f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.{hf_mlp}"
     rows = [weight(f"{megatron}.router", f"{hf}.gate", (count, hidden), Replicated())]
     for e in experts:
-        rows += gated_mlp(f"{megatron}.experts.{e}", f"{hf}.experts.{e}", hidden, ffn, "moe_intermediate_size", e)
+        names = f"{megatron}.experts.{e}", f"{hf}.experts.{e}"
+        rows += gated_mlp(*names, hidden, ffn, width_key, e, projections=projections)
     return rows
+
+
+def router_bias(layer: int, tensor: HFTensor, slot_name: str = "") -> Param:
+    """Return a router's balancing bias, which chooses experts and is not trained. It is FP32 everywhere.
+
+    slot_name: the engine's name of it, if it differs from HF's.
+    """
+    slot = EngineSlot(slot_name or tensor.name, Replicated(), "attention")
+    name = f"decoder.layers.{layer}.mlp.router.expert_bias"
+    return Param(name, (tensor,), Replicated(), slot, dtype=torch.float32, is_buffer=True)
+
+
+def with_fp32_router(rows: Iterable[Param]) -> list[Param]:
+    """Return the rows with the router's weight in FP32, as SGLang keeps it for some models, whatever their dtype."""
+    return [replace(row, dtype=torch.float32) if row.megatron.endswith(".router.weight") else row for row in rows]

@@ -14,6 +14,8 @@ from typing import Annotated, Any, get_args
 from megarl.config import ConfigError, strict
 from megarl.config.strict import PositiveFloat, PositiveInt, Range
 from megarl.models.fp8 import is_fp8
+from megarl.models.int4 import is_int4
+from megarl.models.mxfp4 import is_mxfp4
 
 Size = Annotated[int, Range(1, 1 << 24)]
 Heads = Annotated[int, Range(1, 1 << 16)]
@@ -61,7 +63,7 @@ ROPE_BY_LENGTH = {
 }
 """Types of rotary embeddings that no table can have, and why."""
 
-_SHARED: dict[str, Any] = {
+SHARED: dict[str, Any] = {
     "attention_bias": False,
     "attention_dropout": 0.0,
     "head_dim": None,  # hidden_size / num_attention_heads
@@ -72,37 +74,49 @@ _SHARED: dict[str, Any] = {
     "tie_word_embeddings": False,
     "use_sliding_window": False,
 }
-_EXPERTS: dict[str, Any] = _SHARED | {"n_group": 1, "topk_group": 1, "norm_topk_prob": True, "num_mtp_layers": 1}
+EXPERTS: dict[str, Any] = SHARED | {"n_group": 1, "topk_group": 1, "norm_topk_prob": True, "num_mtp_layers": 1}
 _DELTA_NETS: dict[str, Any] = (
-    _SHARED
+    SHARED
     | {"head_dim": 256, "partial_rotary_factor": 0.25, "full_attention_interval": 4, "norm_topk_prob": True}
     | {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
     | {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "n_shared_experts": 1}
 )
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": _SHARED | {"mlp_bias": False, "num_key_value_heads": None},
-    "qwen2": _SHARED,
-    "qwen3": _SHARED | {"head_dim": 128},
-    "qwen3moe": _SHARED | {"decoder_sparse_step": 1, "mlp_only_layers": None, "norm_topk_prob": False},
-    "gemma2": {key: value for key, value in _SHARED.items() if key != "hidden_act"}
+    "llama": SHARED | {"mlp_bias": False, "num_key_value_heads": None},
+    "qwen2": SHARED,
+    "qwen3": SHARED | {"head_dim": 128},
+    "qwen3moe": SHARED | {"decoder_sparse_step": 1, "mlp_only_layers": None, "norm_topk_prob": False},
+    "gemma2": {key: value for key, value in SHARED.items() if key != "hidden_act"}
     | {"tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": None}
     | {"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096}
     | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-    "deepseekv2": _SHARED
+    "deepseekv2": SHARED
     | {"mlp_bias": False, "num_key_value_heads": None, "q_lora_rank": 1536, "n_shared_experts": 2}
     | {"first_k_dense_replace": 0, "routed_scaling_factor": 1.0, "norm_topk_prob": False}
     | {"topk_method": "greedy", "n_group": None, "topk_group": None},
-    "deepseekv3": _EXPERTS
+    "deepseekv3": EXPERTS
     | {"q_lora_rank": 1536, "n_shared_experts": 1, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5}
     | {"n_group": 8, "topk_group": 4, "rope_interleave": True},
     "qwen3next": _DELTA_NETS | {"decoder_sparse_step": 1, "mlp_only_layers": None},
     "qwen35moe": _DELTA_NETS,
+    "deepseekv32": SHARED
+    | {"mlp_bias": False, "q_lora_rank": 1536, "n_shared_experts": 1, "first_k_dense_replace": 3}
+    | {"routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "norm_topk_prob": True, "mlp_layer_types": None}
+    | {"index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64},
+    "glmmoedsa": SHARED
+    | {"mlp_bias": False, "q_lora_rank": 2048, "n_shared_experts": 1, "first_k_dense_replace": 3}
+    | {"routed_scaling_factor": 2.5, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "mlp_layer_types": None}
+    | {"index_topk": 2048, "index_head_dim": 128, "index_n_heads": 32, "indexer_types": None},
     "qwen35": {key: value for key, value in _DELTA_NETS.items() if key not in ("norm_topk_prob", "n_shared_experts")},
-    "glm4moe": _EXPERTS
+    "glm4moe": EXPERTS
     | {"n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.0}
     | {"use_qk_norm": False, "partial_rotary_factor": 0.5},
+    "gptoss": SHARED
+    | {"attention_bias": True, "head_dim": 64, "rope_theta": 150000.0, "sliding_window": 128}
+    | {"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
 }
-"""Defaults of absent keys by model, from its configuration class in transformers.
+DEFAULTS["kimik25"] = DEFAULTS["deepseekv3"]  # of its language model
+"""Defaults of absent keys by model, from its configuration class in transformers. Tables in other files add theirs.
 
 None means null, or computed from other keys. Sizes that every published config.json has are required and have no
 default.
@@ -217,20 +231,28 @@ def require_common(
     partial_rotary: bool = False,
     activation: str = "silu",
     layer_types: Sequence[str] | None = None,
+    mxfp4: bool = False,
+    neox_rope: bool = True,
 ) -> None:
     """Raise ConfigError for options that no family implements.
 
     partial_rotary: whether this family supports rotating only a part of each head.
+    neox_rope: whether it rotates the halves of a head, not neighbouring pairs.
     layer_types: the attention type of each layer; None for full attention everywhere.
+    mxfp4: whether checkpoints of this family may be in MXFP4, and then not in FP8.
     """
-    is_fp8(hf)  # raises for any other quantisation
+    is_int4(hf)  # raises for other kinds of compressed-tensors
+    declares_fp8 = is_fp8(hf)  # raises for any other quantisation
+    if declares_fp8 if mxfp4 else is_mxfp4(hf):
+        method = hf["quantization_config"]["quant_method"]
+        raise _error(hf, f"quantization_config with quant_method={method!r} is not implemented; use bfloat16 weights")
     require(hf, "hidden_act", activation)
     require(hf, "attention_dropout", 0.0)
     require(hf, "use_sliding_window", False)
     if not partial_rotary:
         require(rope_options(hf), "partial_rotary_factor", 1.0)
         require(hf, "partial_rotary_factor", 1.0)
-    require(hf, "rope_is_neox_style", True)
+    require(hf, "rope_is_neox_style", neox_rope)
     require(hf, "pruned_heads", {}, (None,))
     types = list(hf.get("layer_types") or ())
     if layer_types is not None:
@@ -297,8 +319,13 @@ def _name(hf: Mapping[str, Any]) -> str:
     return str((hf.get("architectures") or ["the model"])[0])
 
 
+def has_default(hf: Mapping[str, Any], key: str) -> bool:
+    """Return whether an absent key has a default in the model's configuration class."""
+    return key in _defaults(hf)
+
+
 def _defaults(hf: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the defaults of the model in config.json, or the shared ones if `DEFAULTS` does not have it."""
     architecture = next(iter(hf.get("architectures") or ()), None)
     model = str(hf.get("model_type")) if architecture is None else str(architecture).partition("For")[0]
-    return DEFAULTS.get(model.replace("_", "").lower(), _SHARED)
+    return DEFAULTS.get(model.replace("_", "").lower(), SHARED)

@@ -1,27 +1,32 @@
-"""DeepSeek-V2 and V3: multi-head latent attention, shared experts, and dense first layers.
+"""DeepSeek-V2 and V3, and GLM-4.7-Flash: multi-head latent attention, shared experts, and dense first layers.
 
 V3 (with R1, and Kimi K2 by its config.json) has sigmoid routing with groups and a balancing bias. V2 has softmax
-routing, with or without groups.
+routing, with or without groups. GLM-4.7-Flash has V3's layers with a router in FP32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
-
-import torch
 
 from megarl.config import ConfigError
 from megarl.config.strict import PositiveFloat
 from megarl.models import blocks, config_json
 from megarl.models.blocks import HEADS, norm, weight
-from megarl.models.config_json import Experts, Few, Size, need, read, rope_options
-from megarl.models.family import Extras, Family
-from megarl.models.layout_algebra import Dim0Sharding, Dim1Sharding, EngineSlot, HFConfig, HFTensor, Param, Replicated
+from megarl.models.config_json import Experts, Few, Heads, Size, need, read, rope_options
+from megarl.models.family import Extras, Family, StoredSlice
+from megarl.models.layout_algebra import Dim0Sharding, Dim1Sharding, HFConfig, HFTensor, Param, Replicated
 from megarl.models.rotary import yarn_scale
 
+config_json.DEFAULTS["glm4moelite"] = config_json.EXPERTS | {
+    "q_lora_rank": 768,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 1.8,
+    "num_mtp_layers": 0,
+    "rope_interleave": True,
+}
 FIELDS: dict[str, Any] = {
     **dict.fromkeys(("n_routed_experts", "num_experts_per_tok", "n_group", "topk_group"), Experts),
     **dict.fromkeys(("n_shared_experts", "first_k_dense_replace", "num_nextn_predict_layers", "num_mtp_layers"), Few),
@@ -53,7 +58,8 @@ def _group_counts(hf: HFConfig) -> tuple[int, int]:
     return (1, 1) if read(hf, "n_group") is None else (need(hf, "n_group"), need(hf, "topk_group"))
 
 
-def _config(hf: HFConfig, check: Callable[[HFConfig], None], routing: dict[str, Any]) -> dict[str, Any]:
+def latent_config(hf: HFConfig, check: Callable[[HFConfig], None], routing: dict[str, Any]) -> dict[str, Any]:
+    """Return Megatron's fields for latent attention with the given routing."""
     check(hf)
     return {
         **blocks.common_config(hf),
@@ -91,22 +97,37 @@ def experts_config(hf: HFConfig) -> dict[str, Any]:
     )
 
 
-def _layer_v3(hf: HFConfig, layer: int, experts: Iterable[int]) -> list[Param]:
-    rows = partial(_decoder_layer, experts=experts, bias=True)
+def v3_layer(
+    hf: HFConfig, layer: int, experts: Iterable[int], attention: Callable[[HFConfig, int], list[Param]] | None = None
+) -> list[Param]:
+    """Return the table of a layer with a balancing bias. attention: `latent_attention` by default."""
+    rows = partial(_decoder_layer, experts=experts, bias=True, attention=attention)
     return rows(hf, layer) if layer < need(hf, "num_hidden_layers") else mtp_layer(hf, layer, rows)
 
 
-def _decoder_layer(hf: HFConfig, layer: int, experts: Iterable[int], bias: bool = False) -> list[Param]:
+def _layer_glm4_moe_lite(hf: HFConfig, layer: int, experts: Iterable[int]) -> list[Param]:
+    return blocks.with_fp32_router(v3_layer(hf, layer, experts))
+
+
+def _decoder_layer(
+    hf: HFConfig,
+    layer: int,
+    experts: Iterable[int],
+    bias: bool = False,
+    attention: Callable[[HFConfig, int], list[Param]] | None = None,
+) -> list[Param]:
     megatron, hf_layer, hidden = f"decoder.layers.{layer}", f"model.layers.{layer}", need(hf, "hidden_size")
     return [
         norm(f"{megatron}.input_layernorm", f"{hf_layer}.input_layernorm", hidden),
-        *_attention(hf, layer),
+        *(attention or latent_attention)(hf, layer),
         norm(f"{megatron}.pre_mlp_layernorm", f"{hf_layer}.post_attention_layernorm", hidden),
         *mlp(hf, layer, experts, bias),
     ]
 
 
-def mlp(hf: HFConfig, layer: int, experts: Iterable[int], bias: bool) -> list[Param]:
+def mlp(
+    hf: HFConfig, layer: int, experts: Iterable[int], bias: bool, bias_name: str = "e_score_correction_bias"
+) -> list[Param]:
     """Return the MLP of a dense layer, or the router, its bias if any, experts and shared experts of an MoE layer."""
     if layer < _dense_layers(hf):
         return blocks.dense_mlp(hf, layer)
@@ -114,10 +135,8 @@ def mlp(hf: HFConfig, layer: int, experts: Iterable[int], bias: bool) -> list[Pa
     megatron, hf_mlp = f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.mlp"
     rows = blocks.moe_params(layer, hidden, ffn, num_experts(hf), experts)
     if bias:
-        tensor = HFTensor(f"{hf_mlp}.gate.e_score_correction_bias", (num_experts(hf),))
-        slot = EngineSlot(tensor.name, Replicated(), "attention")
-        name = f"{megatron}.router.expert_bias"
-        rows.insert(1, Param(name, (tensor,), Replicated(), slot, dtype=torch.float32, is_buffer=True))
+        tensor = HFTensor(f"{hf_mlp}.gate.{bias_name}", (num_experts(hf),))
+        rows.insert(1, blocks.router_bias(layer, tensor))
     if shared:
         width = "moe_intermediate_size x n_shared_experts"
         names = f"{megatron}.shared_experts", f"{hf_mlp}.shared_experts"
@@ -163,7 +182,8 @@ def untrained_prefixes(hf: HFConfig) -> tuple[str, ...]:
     return tuple(f"model.layers.{first + k}." for k in range(num_mtp_layers(hf)))
 
 
-def _attention(hf: HFConfig, layer: int) -> list[Param]:
+def latent_attention(hf: HFConfig, layer: int) -> list[Param]:
+    """Return multi-head latent attention without the layer's norms."""
     megatron, hf_prefix = f"decoder.layers.{layer}.self_attention", f"model.layers.{layer}.self_attn"
     hidden, heads, latent = need(hf, "hidden_size"), need(hf, HEADS), need(hf, "kv_lora_rank")
     nope, rope, value = need(hf, "qk_nope_head_dim"), need(hf, "qk_rope_head_dim"), need(hf, "v_head_dim")
@@ -224,6 +244,19 @@ def _rope(hf: HFConfig) -> dict[str, Any]:
 
 
 def _check(hf: HFConfig, fields: dict[str, Any]) -> None:
+    check_attention(hf, fields)
+    # SGLang applies it to the latents' norms, for which transformers has 1e-6.
+    # Kimi-K2-Thinking has 1e-5. The trainer then computes what the engine does, and transformers something else.
+    config_json.require(hf, "rms_norm_eps", 1e-6, (1e-5,) if hf.get("model_type") in ("kimi_k2", KIMI_K25) else ())
+    if (size := need(hf, "v_head_dim")) > (keys := need(hf, "qk_nope_head_dim") + need(hf, "qk_rope_head_dim")):
+        raise ConfigError(
+            f"config.json: v_head_dim={size} above qk_nope_head_dim + qk_rope_head_dim = {keys} is not implemented: "
+            "Megatron pads values to the size of keys for packed sequences"
+        )
+
+
+def check_attention(hf: HFConfig, fields: dict[str, Any]) -> None:
+    """Raise ConfigError for wrong types, and for options of latent attention that are not implemented."""
     config_json.require_types(hf, fields)
     config_json.require_common(hf)
     if need(hf, "qk_rope_head_dim") % 2:
@@ -237,8 +270,6 @@ def _check(hf: HFConfig, fields: dict[str, Any]) -> None:
     for key, size in {"head_dim": rope_dim, "qk_head_dim": need(hf, "qk_nope_head_dim") + rope_dim}.items():
         if key in hf:
             config_json.require(hf, key, size)
-    # SGLang applies it to the latents' norms, for which transformers has 1e-6
-    config_json.require(hf, "rms_norm_eps", 1e-6)
     _rope(hf)
 
 
@@ -267,6 +298,24 @@ def _check_v3(hf: HFConfig) -> None:
     config_json.require_present(hf, "scoring_func", "sigmoid")
     config_json.require_present(hf, "topk_method", "noaux_tc")
     check_sigmoid_routing(hf)
+
+
+def _check_glm4_moe_lite(hf: HFConfig) -> None:
+    """Like V3's, except that `rms_norm_eps` may have any value, the published 1e-5.
+
+    SGLang and Megatron apply it to the latents' norms too, for which transformers has 1e-6.
+    """
+    fields = FIELDS | LATENT | {"mlp_layer_types": list[str] | None, "num_key_value_heads": Heads}
+    check_attention({"moe_layer_freq": 1, **hf}, fields)  # SGLang sets this key itself
+    config_json.require(hf, "rope_interleave", True)
+    config_json.require(hf, "topk_method", "noaux_tc")
+    config_json.require(hf, "num_mtp_layers", 0)  # num_nextn_predict_layers is read
+    check_sigmoid_routing(hf)
+    # SGLang reads the first key, transformers the second.
+    layers, types = need(hf, "num_hidden_layers"), hf.get("mlp_layer_types")
+    dense = 1 if types is None else types.count("dense")
+    config_json.require_present(hf, "first_k_dense_replace", dense)
+    config_json.require(hf, "mlp_layer_types", None, (["dense"] * dense + ["sparse"] * (layers - dense),))
 
 
 def require_groups(hf: HFConfig) -> None:
@@ -316,7 +365,7 @@ V2 = Family(
     "DeepseekV2ForCausalLM",
     "deepseek_v2",
     _check_v2,
-    partial(_config, check=_check_v2, routing=SOFTMAX_ROUTING),
+    partial(latent_config, check=_check_v2, routing=SOFTMAX_ROUTING),
     blocks.gpt_kwargs,
     _decoder_layer,
     num_experts,
@@ -327,12 +376,56 @@ V3 = Family(
     "DeepseekV3ForCausalLM",
     "deepseek_v3",
     _check_v3,
-    partial(_config, check=_check_v3, routing=SIGMOID_ROUTING),
+    partial(latent_config, check=_check_v3, routing=SIGMOID_ROUTING),
     blocks.gpt_kwargs,
-    _layer_v3,
+    v3_layer,
     num_experts,
     tool_call_parser="deepseekv3",
     parsers_by_type={"kimi_k2": "kimi_k2"},
     untrained_prefixes=untrained_prefixes,
     num_mtp_layers=num_mtp_layers,
+)
+GLM4_MOE_LITE = Family(
+    "Glm4MoeLiteForCausalLM",
+    "glm4_moe_lite",
+    _check_glm4_moe_lite,
+    partial(latent_config, check=_check_glm4_moe_lite, routing=SIGMOID_ROUTING),
+    blocks.gpt_kwargs,
+    _layer_glm4_moe_lite,
+    num_experts,
+    tool_call_parser="glm47",
+    untrained_prefixes=untrained_prefixes,
+    num_mtp_layers=num_mtp_layers,
+)
+
+
+# --- Kimi-K2.5 ------------------------------------------------------------------------------------------------------
+
+KIMI_K25 = "kimi_k25"
+"""`model_type` of Kimi-K2.5: K2 as the language model, which is trained on text, and a vision tower, which is not."""
+
+
+def flatten_kimi_k25(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of Kimi-K2.5's language model at the top level, as families read them.
+
+    config.json has them in `text_config`, and its quantization there or beside it.
+    """
+    text = dict(values["text_config"])
+    quantization = text.get("quantization_config") or values.get("quantization_config")
+    return {
+        **text,
+        "architectures": values.get("architectures") or ["KimiK25ForConditionalGeneration"],
+        "model_type": KIMI_K25,
+        **({"quantization_config": quantization} if quantization else {}),
+    }
+
+
+K25 = replace(
+    V3,
+    architecture="KimiK25ForConditionalGeneration",
+    model_type=KIMI_K25,
+    tool_call_parser="kimi_k2",
+    parsers_by_type={},
+    stored_slice=lambda hf, name: StoredSlice(f"language_model.{name}"),
+    untrained_prefixes=lambda hf: ("vision_tower.", "mm_projector."),
 )

@@ -24,10 +24,21 @@ class Extras:
     """Factor on embeddings, in the model's dtype. A tied output layer is not scaled."""
     post_norms: bool = False
     """Attention and MLP outputs are normed before the residual add."""
+    norm_over_heads: bool = False
+    """The norms of queries and keys are over all heads together, not over each head."""
     has_group_max_routing: bool = False
     """Group-limited routing ranks a group of experts by its best expert, not by a sum over several."""
     rotary: ScaledRotary | None = None
     """Rotary embeddings of grouped-query attention, if they are scaled."""
+    has_sinks: bool = False
+    """Attention has a learned sink per head, Megatron's `softmax_type="learnable"`."""
+    has_softmax_bias: bool = False
+    """A balancing bias chooses experts by softmax probabilities, whose chosen ones are then normalised."""
+
+    @property
+    def has_own_router(self) -> bool:
+        """Whether the router is not Megatron's."""
+        return self.has_group_max_routing or self.has_softmax_bias
 
 
 NO_EXTRAS = Extras()  # for a model that Megatron's configuration describes completely
@@ -88,6 +99,13 @@ class Family:
     num_mtp_layers: Callable[[HFConfig], int] = lambda hf: 0
     """Number of multi-token prediction layers after the decoder that are in the table."""
 
+    embedding_name: str = "model.embed_tokens"
+    """HF's and the engine's name of the embedding."""
+
+    def embedding(self, hf: HFConfig) -> list[Param]:
+        """Return the table of the embedding."""
+        return blocks.embedding(hf, self.embedding_name)
+
     def parser(self, hf: HFConfig) -> str:
         """Return SGLang's tool-call parser for the model of this config.json."""
         return self.parsers_by_type.get(str(hf.get("model_type")), self.tool_call_parser)
@@ -110,7 +128,7 @@ class Family:
         layers = range(need(hf, "num_hidden_layers") + (self.num_mtp_layers(hf) if mtp else 0))
         experts = range(self.num_experts(hf))[:max_experts]
         rows = [row for layer in layers for row in self.layer(hf, layer, experts)]
-        table = blocks.embedding(hf) + rows + blocks.final_params(hf)
+        table = self.embedding(hf) + rows + blocks.final_params(hf)
         for param in table:
             split_param(param, tp if param.expert is None else etp, 0)  # raises if it does not divide
         return table

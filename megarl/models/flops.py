@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.config import LoraConfig
+from megarl.models.deepseek_sparse import indexer_types, is_indexer
 from megarl.models.family import HFConfig
 from megarl.models.lora_tables import adapted_weights
 from megarl.models.registry import family_of, param_count, part_of
@@ -40,6 +41,9 @@ def quadratic_cost(hf: HFConfig) -> float:
     pairs of its longest sequences.
     """
     settings = family_of(hf).megatron_config(hf)
+    if settings.get("dsa_indexer_topk"):  # attention to index_topk keys costs n; the scores of all keys cost n^2
+        index_size = settings["dsa_indexer_n_heads"] * (settings["dsa_indexer_head_dim"] + 1)
+        return float(indexer_types(hf).count("full") * index_size / (2 * active_params(hf)))
     layers = settings["num_layers"] - sum(settings.get("linear_attention_freq") or ())
     pairs = layers * settings["num_attention_heads"] * attention_width(settings)
     return float(pairs / (2 * active_params(hf)))
@@ -121,10 +125,13 @@ class Flops:
     attention_per_pair: float  # of tokens, over all layers without a window
     windowed_per_pair: float = 0.0  # over all layers with a window
     window: int = 0  # number of keys that a query sees in these layers, including its own
+    indexed_per_pair: float = 0.0  # of all pairs, for the scores from which sparse attention chooses; no backward pass
 
     def forward(self, lengths: Iterable[int], logits: int | None = None) -> float:
         """Return the operations of a forward pass. logits: the number of tokens with logits; all by default."""
+        lengths = tuple(lengths)
         tokens, attention = self._count_tokens(lengths)
+        attention += sum(self.indexed_per_pair * (length * (length + 1) / 2) for length in lengths)
         return tokens * self.forward_per_token + (tokens if logits is None else logits) * self.head_forward + attention
 
     def backward(self, lengths: Iterable[int], logits: int | None = None) -> float:
@@ -161,10 +168,12 @@ def model_flops(hf: HFConfig, lora: LoraConfig | None = None, has_scalar_head: b
     settings, table = family.megatron_config(hf), family.params(hf, 1)
     experts = settings.get("num_moe_experts")
     expert_share = settings["moe_router_topk"] / experts if experts else 1.0  # fraction of tokens that use an expert
-    base, adapters = 0.0, 0.0
+    base, indexers, adapters = 0.0, 0.0, 0.0
     for param in table:
         is_matrix = len(param.hf[0].shape) == 2 and not param.is_buffer
-        if is_matrix and part_of(param) not in ("embedding", "head", "norms"):
+        if is_matrix and is_indexer(param):  # frozen, and their input needs no gradient
+            indexers += 2 * param.size
+        elif is_matrix and part_of(param) not in ("embedding", "head", "norms"):
             base += (expert_share if param.expert is not None else 1.0) * param.size
     base *= 2
     recurrence = delta_net_flops(settings)
@@ -178,12 +187,17 @@ def model_flops(hf: HFConfig, lora: LoraConfig | None = None, has_scalar_head: b
     per_pair = 2.0 * int(settings["num_attention_heads"]) * attention_width(settings)
     window, pattern = settings.get("window_size"), settings.get("window_attn_skip_freq")
     windowed_layers = 0 if not window else sum(pattern) if isinstance(pattern, list) else layers
+    index_size = 0
+    if topk := settings.get("dsa_indexer_topk"):  # as many keys as in a window, wherever they are
+        windowed_layers, window = layers, (int(topk) - 1, 0)
+        index_size = int(settings["dsa_indexer_n_heads"]) * (int(settings["dsa_indexer_head_dim"]) + 1)
     return Flops(
-        forward_per_token=base + recurrence + adapters,
+        forward_per_token=base + indexers + recurrence + adapters,
         backward_per_token=(1 if has_adapters else 2) * base + 2 * (recurrence + adapters),
         head_forward=head,
         head_backward=(1 if has_adapters and not has_scalar_head else 2) * head,  # a critic's head is always trained
         attention_per_pair=(layers - windowed_layers) * per_pair,
         windowed_per_pair=windowed_layers * per_pair,
         window=int(window[0]) + 1 if window else 0,
+        indexed_per_pair=2.0 * index_size * indexer_types(hf).count("full") if index_size else 0.0,
     )

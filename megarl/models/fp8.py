@@ -18,14 +18,16 @@ from typing import Any
 import torch
 
 from megarl.config import ConfigError, strict
+from megarl.models.int4 import QUANT_METHOD as INT4_METHOD
 from megarl.models.layout_algebra import Param
+from megarl.models.mxfp4 import is_mxfp4
 
 BLOCK = 128  # side length of the blocks that share a scale
 SCALE_SUFFIX = "_scale_inv"  # of the name of a matrix's scale grid, [ceil(R / 128), ceil(C / 128)]
 _IMPLEMENTED = {
     "quant_method": ("fp8",),
     "weight_block_size": ([BLOCK, BLOCK],),
-    "fmt": (None, "e4m3"),
+    "fmt": (None, "e4m3", "float8_e4m3fn"),
     "activation_scheme": (None, "dynamic"),
     "scale_fmt": (None, "float"),
 }
@@ -39,11 +41,11 @@ _CHUNK_ELEMENTS = 1 << 22  # bounds temporary memory
 def is_fp8(hf: Mapping[str, Any]) -> bool:
     """Return whether config.json declares an FP8 checkpoint, and so an FP8 engine in SGLang.
 
-    Raises ConfigError for any other quantization_config, including power-of-two scales (scale_fmt "ue8m0", for
-    Blackwell).
+    Raises ConfigError for any other quantization_config but MXFP4's and INT4's, including power-of-two scales
+    (scale_fmt "ue8m0", for Blackwell).
     """
     quantization = hf.get("quantization_config")
-    if quantization is None:
+    if quantization is None or is_mxfp4(hf) or quantization.get("quant_method") == INT4_METHOD:
         return False
     for key, implemented in _IMPLEMENTED.items():
         if (value := quantization.get(key)) not in implemented:
@@ -62,10 +64,11 @@ def is_fp8(hf: Mapping[str, Any]) -> bool:
 def is_quantised(param: Param) -> bool:
     """Return whether a parameter is FP8 in such a checkpoint.
 
-    The matrices of attention, MLPs and experts are; router, norms, embedding, head and the MTP projection are not.
+    The matrices of attention, MLPs and experts are; router, norms, embedding, head, the MTP projection and the head
+    weights of indexers are not.
     """
     in_layer = param.megatron.startswith(("decoder.layers.", "mtp.layers."))
-    is_excluded = ".router." in param.megatron or ".eh_proj." in param.megatron
+    is_excluded = any(name in param.megatron for name in (".router.", ".eh_proj.", ".linear_weights_proj."))
     return in_layer and not is_excluded and all(len(tensor.shape) == 2 for tensor in param.hf)
 
 

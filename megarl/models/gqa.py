@@ -6,11 +6,9 @@ DeepSeek-LLM is Llama by its config.json.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch.nn.functional import gelu
 
 from megarl.config import ConfigError
@@ -229,8 +227,7 @@ def _glm4_moe_gpt_kwargs(hf: HFConfig) -> dict[str, Any]:
 def _glm4_moe_layer(hf: HFConfig, layer: int, experts: Iterable[int]) -> list[Param]:
     def decoder_layer(hf: HFConfig, layer: int) -> list[Param]:
         rows = blocks.gqa_params(hf, layer, *_glm4_moe_options(hf)) + deepseek.mlp(hf, layer, experts, bias=True)
-        # SGLang keeps the router in FP32, whatever the model's dtype.
-        return [replace(row, dtype=torch.float32) if row.megatron.endswith(".router.weight") else row for row in rows]
+        return blocks.with_fp32_router(rows)
 
     is_mtp = layer >= need(hf, "num_hidden_layers")
     return deepseek.mtp_layer(hf, layer, decoder_layer) if is_mtp else decoder_layer(hf, layer)

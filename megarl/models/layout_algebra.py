@@ -114,6 +114,24 @@ class QKVSharding(Sharding):
 
 
 @dataclass(frozen=True)
+class FusedSharding(Sharding):
+    """One source in which HF stores several, one after the other along dim 0, sharded as `inner` shards those.
+
+    units: their relative sizes, such as the numbers of heads of q, k and v.
+    """
+
+    inner: Sharding
+    units: tuple[int, ...]
+
+    def split(self, sources: Sequence[tuple[int, ...]], tp: int, rank: int) -> ShardSpec:
+        rows, *columns = sources[0]
+        sizes = [rows // sum(self.units) * count for count in self.units]
+        starts = [sum(sizes[:part]) for part in range(len(sizes))]
+        dim, slices = self.inner.split([(size, *columns) for size in sizes], tp, rank)
+        return ShardSpec(dim, tuple(Slice(0, starts[s] + start, starts[s] + stop) for s, start, stop in slices))
+
+
+@dataclass(frozen=True)
 class GatedQKVSharding(Sharding):
     """Sources q, k, v, where q has a query and a gate for each head in turn, as for Megatron's `attention_output_gate`.
 
@@ -188,13 +206,20 @@ class EngineQKVSharding(Sharding):
 
     def split(self, sources: Sequence[tuple[int, ...]], tp: int, rank: int) -> ShardSpec:
         q = _block(0, sources[0][0], self.num_heads, "num_attention_heads", tp, rank)
-        ranks_per_group = max(1, tp // self.num_kv_heads)
-        if tp > self.num_kv_heads and tp % self.num_kv_heads:
-            reason = f"num_key_value_heads={self.num_kv_heads} cannot be repeated over {tp} tensor parallel ranks"
-            raise IndivisibleError(reason)
-        parts, part = tp // ranks_per_group, rank // ranks_per_group
+        parts, part = _repeat_kv(self.num_kv_heads, tp, rank)
         kv = [_block(s, sources[s][0], self.num_kv_heads, "num_key_value_heads", parts, part) for s in (1, 2)]
         return ShardSpec(0, (q, *kv))
+
+
+@dataclass(frozen=True)
+class EngineKVSharding(Sharding):
+    """SGLang's sharding of a vector over all key-value heads, which are repeated if fewer than ranks."""
+
+    num_kv_heads: int
+
+    def split(self, sources: Sequence[tuple[int, ...]], tp: int, rank: int) -> ShardSpec:
+        parts, part = _repeat_kv(self.num_kv_heads, tp, rank)
+        return ShardSpec(0, (_block(0, sources[0][0], self.num_kv_heads, "num_key_value_heads", parts, part),))
 
 
 @dataclass(frozen=True)
@@ -347,6 +372,14 @@ def _units_per_rank(count: int, unit_name: str, tp: int) -> int:
 def _block(source: int, length: int, count: int, unit_name: str, tp: int, rank: int) -> Slice:
     block = _units_per_rank(count, unit_name, tp) * (length // count)
     return Slice(source, rank * block, (rank + 1) * block)
+
+
+def _repeat_kv(num_kv_heads: int, tp: int, rank: int) -> tuple[int, int]:
+    """Return the number of different shards of key-value heads on SGLang's ranks, and which of them `rank` has."""
+    ranks_per_group = max(1, tp // num_kv_heads)
+    if tp > num_kv_heads and tp % num_kv_heads:
+        raise IndivisibleError(f"num_key_value_heads={num_kv_heads} cannot be repeated over {tp} tensor parallel ranks")
+    return tp // ranks_per_group, rank // ranks_per_group
 
 
 def _padded_spec(rows: int, local: int, rank: int) -> ShardSpec:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from megarl.config import ConfigError, LoraConfig
+from megarl.models.deepseek_sparse import is_indexer
 from megarl.models.layout_algebra import Dim1Sharding, HFTensor, Param, Replicated
 from megarl.models.registry import part_of
 
@@ -37,10 +38,14 @@ def adapted_weights(params: Iterable[Param], targets: Sequence[str]) -> list[Par
     """Return the weights of a family's table that get adapters.
 
     These are the linear layers of attention, MLPs and experts that `targets` name, or all of them if it is empty.
+    With sparse attention two kinds have none: indexers, for which the policy's loss has no gradient, and the up
+    projection of keys and values, whose weight Megatron multiplies into queries and outputs without calling the layer.
     Raises ConfigError for a target that matches none.
     """
-    parts = ("attention", "dense mlp", "experts")
+    params, parts = list(params), ("attention", "dense mlp", "experts")
     linear = [p for p in params if len(p.hf[0].shape) == 2 and part_of(p) in parts and p.megatron.endswith(".weight")]
+    if any(map(is_indexer, params)):
+        linear = [p for p in linear if not is_indexer(p) and ".linear_kv_up_proj." not in p.megatron]
     modules = [param.megatron.removesuffix(".weight").split(".") for param in linear]
     paths = [".".join(part for part in module if not part.isdigit()) for module in modules]
     for target in targets:

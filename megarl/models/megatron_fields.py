@@ -26,6 +26,7 @@ CONFIG_KEYS = {
     "deterministic_mode": "train.deterministic",
     "mtp_num_layers": "train.mtp_loss_coef",
     "mtp_loss_scaling_factor": "train.mtp_loss_coef",
+    "dsa_indexer_loss_coeff": "train.indexer_loss_coef",
 }
 """Fields that a key of MegaRL's sets."""
 
@@ -48,6 +49,7 @@ FORBIDDEN = {
     "mla_down_proj_fusion": "the weight tables have separate down projections",
     "moe_single_grouped_weight": "the weight tables have a weight per expert",
     "moe_single_grouped_bias": "the weight tables have a bias per expert",
+    "moe_mlp_glu_interleave_size": "the weight tables have the order of gate and up that checkpoints have",
     "gtp_weight_remat_size": "the weight tables do not have this split of weights",
     "expert_gtp_weight_remat_size": "the weight tables do not have this split of weights",
     "tensor_parallel_num_weight_shards": "the weight tables do not have this split of weights",
@@ -72,8 +74,9 @@ MODEL_FIELDS = frozenset(
     "experimental_attention_variant heterogeneous_block_specs is_hybrid_model linear_attention_freq "
     "linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim "
     "dsa_indexer_head_dim dsa_indexer_n_heads dsa_indexer_topk dsa_indexer_topk_freq dsa_indexer_scoring_relu "
-    "dsa_indexer_rope_interleaved dsa_indexer_rotate_activation mamba_head_dim mamba_num_groups mamba_num_heads "
-    "mamba_state_dim mtp_use_repeated_layer mtp_hybrid_override_pattern".split()
+    "dsa_indexer_rope_interleaved dsa_indexer_rotate_activation dsa_indexer_skip_topk_offset "
+    "dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32 dsa_indexer_use_sparse_loss mamba_head_dim mamba_num_groups "
+    "mamba_num_heads mamba_state_dim mtp_use_repeated_layer mtp_hybrid_override_pattern".split()
 )
 """Fields that define what the model computes, which config.json decides. Others of a family may be overridden."""
 
@@ -130,14 +133,19 @@ def check(settings: Mapping[str, Any], mla: bool, extras: Extras = NO_EXTRAS) ->
             "model.megatron.fp8_recipe=delayed: Megatron 0.19.2 gives it override_linear_precision, which Transformer "
             f"Engine 2 does not accept; use {FP8_RECIPE}, blockwise (Hopper) or mxfp8 (Blackwell)"
         )
-    if extras.has_group_max_routing and settings.get("moe_router_fusion"):
-        raise ConfigError("model.megatron.moe_router_fusion: the fused router does not rank groups as this model does")
+    if extras.has_own_router and settings.get("moe_router_fusion"):
+        chosen = "rank groups" if extras.has_group_max_routing else "choose experts"
+        raise ConfigError(f"model.megatron.moe_router_fusion: the fused router does not {chosen} as this model does")
     for name in ("apply_rope_fusion", "fused_single_qkv_rope"):
         if extras.rotary and extras.rotary.scale != 1 and settings.get(name):
             raise ConfigError(
                 f"model.megatron.{name}: the fused kernel has no factor on cosines and sines, which is "
                 f"{extras.rotary.scale:.6g} by this model's rope_type yarn; remove it"
             )
+    if extras.has_sinks and settings.get("cp_comm_type", "a2a") != "a2a":
+        raise ConfigError(
+            "model.megatron.cp_comm_type: Transformer Engine computes attention with sinks only with a2a; remove it"
+        )
     if extras.attention_cap and settings.get("attention_dropout"):
         raise ConfigError("model.megatron.attention_dropout is not implemented for attention with a soft cap")
 

@@ -15,11 +15,14 @@ from math import ceil, prod
 from typing import Any, NamedTuple, TypeVar
 
 from megarl.config import Config, LoraConfig, ParallelConfig
+from megarl.models import int4
 from megarl.models.activation_memory import DTYPE_BYTES, layer_elements, logits_bytes, megatron_settings, training_bytes
+from megarl.models.deepseek_sparse import indexer_types, is_indexer
 from megarl.models.family import HFConfig
 from megarl.models.fp8 import BLOCK, is_fp8, is_quantised
 from megarl.models.host_memory import checkpoint_copy
 from megarl.models.layout_algebra import (
+    FusedSharding,
     GatedQKVSharding,
     HFTensor,
     Param,
@@ -199,12 +202,14 @@ def _trained_stages(hf: HFConfig, config: Config, role: str, tokens: int) -> lis
     dp = parallel.world_size // (parallel.tp * parallel.pp)  # including cp: optimizer states are sharded over both
     expert_dp = max(1, parallel.world_size // (parallel.pp * parallel.ep * parallel.etp))
     mtp = num_trained_mtp(hf, config) if is_actor else 0
-    replays = is_actor and config.train.routing_replay
+    replays, indices = (is_actor and key for key in (config.train.routing_replay, config.train.sparse_index_replay))
     stages = []
-    for stage, elements in enumerate(stage_elements(hf, parallel, layers, not is_actor, config.lora, bool(mtp))):
+    indexer = is_actor and config.train.indexer_loss_coef > 0
+    all_elements = stage_elements(hf, parallel, layers, not is_actor, config.lora, bool(mtp), indexer)
+    for stage, elements in enumerate(all_elements):
         parts = state_bytes(elements, dp, expert_dp, size)
         states = {f"{role.replace('_', ' ')} {part}": amount for part, amount in parts.items()}
-        activations, inputs = training_bytes(settings, layers, stage, parallel, tokens, size, mtp, replays)
+        activations, inputs = training_bytes(settings, layers, stage, parallel, tokens, size, mtp, replays, indices)
         stages.append(TrainedStage(layers[stage], activations, ceil(inputs), states))
     return stages
 
@@ -280,6 +285,7 @@ def stage_elements(
     head: bool = False,
     lora: LoraConfig | None = None,
     mtp: bool = False,
+    indexer: bool = False,
 ) -> list[ElementCounts]:
     """Return the element counts on one rank of each pipeline stage.
 
@@ -288,8 +294,11 @@ def stage_elements(
     stages: the decoder layers of each stage.
     head: whether a value head replaces the output layer.
     mtp: include the multi-token prediction layers.
+    indexer: the indexers of sparse attention are trained.
     """
-    by_layer = _count_elements(_to_json(hf), parallel.tp, parallel.etp, parallel.ep, head, lora or LoraConfig(), mtp)
+    by_layer = _count_elements(
+        _to_json(hf), parallel.tp, parallel.etp, parallel.ep, head, lora or LoraConfig(), mtp, indexer
+    )
     names: list[list[int | str]] = [list(stage) for stage in stages]
     names[0].append("embedding")
     names[-1].append("final")
@@ -304,7 +313,7 @@ def _sum(parts: Iterable[ElementCounts]) -> ElementCounts:
 
 @cache
 def _count_elements(
-    text: str, tp: int, etp: int, ep: int, head: bool, lora: LoraConfig, mtp: bool
+    text: str, tp: int, etp: int, ep: int, head: bool, lora: LoraConfig, mtp: bool, indexer: bool
 ) -> dict[int | str, ElementCounts]:
     """Return a rank's element counts of each layer, of the embedding, of the final layers, and of the embedding's copy.
 
@@ -322,8 +331,10 @@ def _count_elements(
         field, size = "dense", prod(local_shape(param, tp if param.expert is None else etp, 0))
         if param.expert is not None:
             field, size = "expert", size * experts // ep
-        if param.is_buffer:
+        if param.is_buffer or (is_indexer(param) and not indexer and param.dtype is not None):
             field = "biases"
+        elif is_indexer(param) and not indexer:
+            field = "frozen"
         elif lora.rank and param.slot is not None:  # adapters and a value head have no engine slot
             field = "frozen"
         layer = layer_of(param.megatron)
@@ -357,19 +368,27 @@ def engine_bytes(hf: HFConfig, tp: int, size: int, drafts: bool = False) -> int:
 
     A rank has 1 / tp of the experts, whether these are distributed (EP) or sharded (TP).
 
-    size: bytes per element. FP8 weights of an FP8 checkpoint take one byte, plus a scale per block.
+    size: bytes per element. FP8 weights of an FP8 checkpoint take one byte, plus a scale per block; experts of an INT4
+        checkpoint half a byte, plus a scale per group.
     drafts: include the multi-token prediction layers.
     """
-    total, fp8 = 0.0, is_fp8(hf)
+    total, fp8, has_int4_experts = 0.0, is_fp8(hf), int4.is_int4(hf)
     for param, count in unique_params(hf, drafts):
         if isinstance(param.sharding, Replicated) and param.expert is None:
             elements = param.size
         elif isinstance(param.sharding, QKVSharding | GatedQKVSharding):
             q, k, v = (prod(tensor.shape) for tensor in param.hf)
             elements = q // tp + (k + v) // min(tp, param.sharding.num_kv_heads)
+        elif isinstance(param.sharding, FusedSharding):
+            heads, kv_heads, _ = param.sharding.units
+            head = param.size // sum(param.sharding.units)
+            elements = head * (heads // tp + 2 * kv_heads // min(tp, kv_heads))
         else:
             elements = -(-param.size * count // tp)
-        total += elements * (1 + 4 / BLOCK**2 if fp8 and is_quantised(param) else size)
+        if has_int4_experts and int4.is_quantised(param):
+            total += elements * (0.5 + 2 / int4.GROUP)
+        else:
+            total += elements * (1 + 4 / BLOCK**2 if fp8 and is_quantised(param) else size)
     return round(total)
 
 
@@ -381,7 +400,13 @@ def kv_elements(hf: HFConfig, tp: int, drafts: bool = False) -> int:
     family, settings = family_of(hf), family_of(hf).megatron_config(hf)
     layers = int(settings["num_layers"]) + (family.num_mtp_layers(hf) if drafts else 0)
     if settings.get("multi_latent_attention"):
-        return layers * (int(settings["kv_lora_rank"]) + int(settings["qk_pos_emb_head_dim"]))
+        latents = layers * (int(settings["kv_lora_rank"]) + int(settings["qk_pos_emb_head_dim"]))
+        if not settings.get("dsa_indexer_topk"):
+            return latents
+        # The indexers' keys are cached in FP8 with a scale of 4 bytes per 128, which are half as many elements in bf16.
+        size = int(settings["dsa_indexer_head_dim"])
+        indexers = indexer_types(hf).count("full") + layers - int(settings["num_layers"])
+        return latents + indexers * (size + 4 * -(-size // 128)) // 2
     layers -= sum(settings.get("linear_attention_freq") or ())
     return 2 * layers * max(1, int(settings["num_query_groups"]) // tp) * int(settings["kv_channels"])
 

@@ -42,7 +42,22 @@ def stage_layers(num_layers: int, pp: int, settings: Mapping[str, Any], vpp: int
     for _ in range(vpp):
         for local_layers, count in zip(stages_layers, counts, strict=True):
             local_layers += islice(layers, count // vpp)
+    _check_shared_indices(stages_layers, settings, vpp)
     return [tuple(local_layers) for local_layers in stages_layers]
+
+
+def _check_shared_indices(stages_layers: list[list[int]], settings: Mapping[str, Any], vpp: int) -> None:
+    """Raise ConfigError if a part of a stage starts with a layer that shares an earlier part's choice of keys."""
+    freq, offset = settings.get("dsa_indexer_topk_freq") or 1, settings.get("dsa_indexer_skip_topk_offset") or 1
+    for stage, local_layers in enumerate(stages_layers):
+        for first in local_layers[:: max(1, len(local_layers) // vpp)]:
+            if distance := max(first + 1 - offset, 0) % freq:
+                raise ConfigError(
+                    f"pipeline stage {stage} would start with layer {first}, which uses the sparse attention indices "
+                    f"of layer {first - distance}: Megatron does not pass them between stages; choose parallel.pp, "
+                    f"parallel.vpp, model.megatron.{FIRST} and {LAST} so that parts start with one of the layers "
+                    f"0 to {offset - 1}, {offset - 1 + freq}, {offset - 1 + 2 * freq}.."
+                )
 
 
 def _counts(num_layers: int, pp: int, settings: Mapping[str, Any]) -> list[int] | None:

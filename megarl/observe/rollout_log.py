@@ -135,7 +135,9 @@ class RolloutLog:
         self.drain()
         if rollouts:
             if not self._save_replay_data:
-                rollouts = [replace(rollout, routing=None, sampling_mask=None) for rollout in rollouts]
+                rollouts = [
+                    replace(rollout, routing=None, sparse_indices=None, sampling_mask=None) for rollout in rollouts
+                ]
             file = part_file(self._run_dir, step, self._rank)
             self._pending_write = self._thread.submit(
                 write_part, file, step, total, numbers, rollouts, advantages, self._vocab_hash, trainer_logprobs
@@ -197,6 +199,7 @@ def _split_row_groups(rollouts: Sequence[Rollout]) -> Iterator[slice]:
     for end, rollout in enumerate(rollouts, 1):
         mask = rollout.sampling_mask
         num_bytes = 0 if rollout.routing is None else rollout.routing.nbytes
+        num_bytes += 0 if rollout.sparse_indices is None else rollout.sparse_indices.nbytes
         num_bytes += 0 if mask is None else mask.counts.nbytes + mask.ids.nbytes
         tokens += rollout.num_tokens + num_bytes // TOKEN_BYTES
         if tokens >= ROW_GROUP_TOKENS or end == len(rollouts):

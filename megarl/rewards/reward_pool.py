@@ -102,7 +102,15 @@ class RewardPool:
     def submit(self, rollout: Rollout) -> PendingVerdicts:
         """Score a rollout, without the engine's records, group, episode and reward, by all functions. Thread-safe."""
         copied_rollout = replace(
-            rollout, routing=None, sampling_mask=None, reward=0.0, reward_parts={}, unscored={}, group=0, episode=-1
+            rollout,
+            routing=None,
+            sparse_indices=None,
+            sampling_mask=None,
+            reward=0.0,
+            reward_parts={},
+            unscored={},
+            group=0,
+            episode=-1,
         )
         completed: dict[str, RewardResult] = {}
         if self._closed:

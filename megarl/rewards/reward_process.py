@@ -249,5 +249,12 @@ def _copy_rollout(rollout: Rollout) -> Rollout:
     prompt, messages = copy.deepcopy((rollout.prompt, rollout.messages))
     turns = tuple(map(replace, rollout.turns))  # constructing a turn makes its arrays read-only; pickling undoes it
     return replace(
-        rollout, prompt=prompt, turns=turns, messages=messages, reward_parts={}, routing=None, sampling_mask=None
+        rollout,
+        prompt=prompt,
+        turns=turns,
+        messages=messages,
+        reward_parts={},
+        routing=None,
+        sparse_indices=None,
+        sampling_mask=None,
     )

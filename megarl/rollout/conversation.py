@@ -175,6 +175,9 @@ class _Conversation:
             drafted=state.drafted + out.drafted,
             accepted=state.accepted + out.accepted,
             routing=state.routing if out.routing is None else (*state.routing, out.routing),
+            sparse_indices=(
+                state.sparse_indices if out.sparse_indices is None else (*state.sparse_indices, out.sparse_indices)
+            ),
             sampling_masks=state.extend_masks(out.sampling_mask, len(out.token_ids)),
         )
         # complete even if it was aborted at that moment

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +42,7 @@ class PartialRollout:
     turns: tuple[Turn, ...]
     messages: tuple[Message, ...]
     routing: tuple[torch.Tensor, ...] = ()
+    sparse_indices: tuple[torch.Tensor, ...] = ()
     sampling_masks: tuple[SamplingMask, ...] = ()
     num_turn_tokens: int = 0
     is_turn_complete: bool = False
@@ -78,8 +80,11 @@ class PartialRollout:
 
     @property
     def num_routed(self) -> int:
-        """Number of leading tokens with known routing."""
-        return sum(map(len, self.routing))
+        """Number of leading tokens with known routing or sparse attention indices."""
+        known = 0
+        for routing, indices in zip_longest(self.routing, self.sparse_indices):
+            known = num_recorded(known, routing, indices)
+        return known
 
     def extend_masks(self, more: SamplingMask | None, tokens: int) -> tuple[SamplingMask, ...]:
         """Return `sampling_masks` extended by the masks of `tokens` newly sampled tokens.
@@ -119,6 +124,7 @@ class PartialRollout:
             tool_calls=self.tool_calls,
             tool_errors=self.tool_errors,
             routing=torch.cat(self.routing) if self.routing else None,
+            sparse_indices=torch.cat(self.sparse_indices) if self.sparse_indices else None,
             sampling_mask=SamplingMask.concat(self.sampling_masks) if self.sampling_masks else None,
             drafted=self.drafted,
             accepted=self.accepted,
@@ -147,6 +153,16 @@ def merge_turns(turn: Turn, more: Turn) -> Turn:
         versions=tuple(spans) if len(spans) > 1 else (),
         cached_tokens=turn.cached_tokens if len(turn.token_ids) else more.cached_tokens,
     )
+
+
+def num_recorded(known: int, routing: torch.Tensor | None, indices: torch.Tensor | None) -> int:
+    """Return the number of leading tokens whose record is known after a request with this record for the rest.
+
+    known: the number before. A record of sparse attention indices starts after the first topk tokens.
+    """
+    if routing is not None:
+        return known + len(routing)
+    return known if indices is None or not len(indices) else max(known, indices.shape[2]) + len(indices)
 
 
 def write_groups(file: Path, groups: Sequence[Group]) -> Entry:

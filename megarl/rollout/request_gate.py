@@ -15,7 +15,7 @@ import torch
 from megarl.config import OnWeightSync
 from megarl.engine.engine_protocol import Generation, Policy, TokenCallback
 from megarl.rollout.conversation import Halted
-from megarl.rollout.partial_rollouts import merge_turns
+from megarl.rollout.partial_rollouts import merge_turns, num_recorded
 from megarl.types import Ids, SamplingMask, as_token_ids
 
 _RETRY_S = 0.1
@@ -140,7 +140,7 @@ class RequestSlot:
                         return replace(generation, finish_reason="stop", abort_reason="")
                     if not budget:
                         return replace(generation, finish_reason="length", abort_reason="")
-                    num_routed = routed + (0 if generation.routing is None else len(generation.routing))
+                    num_routed = num_recorded(routed, generation.routing, generation.sparse_indices)
                     context = np.concatenate([as_token_ids(ids), new_ids])
                     remaining = {**params, "max_new_tokens": budget}
                     generation = merge_generations(
@@ -185,6 +185,7 @@ def merge_generations(first: Generation, second: Generation) -> Generation:
     """Join an aborted generation with its continuation. A token's routing comes from the request that ran it first."""
     turn = merge_turns(first.to_turn(), second.to_turn())
     routings = [part for part in (first.routing, second.routing) if part is not None]
+    indices = [part for part in (first.sparse_indices, second.sparse_indices) if part is not None]
     masks = [part for part in (first.sampling_mask, second.sampling_mask) if part is not None]
     return replace(
         second,
@@ -193,6 +194,7 @@ def merge_generations(first: Generation, second: Generation) -> Generation:
         weight_version=turn.weight_version,
         versions=turn.versions,
         routing=torch.cat(routings) if routings else None,
+        sparse_indices=torch.cat(indices) if indices else None,
         sampling_mask=SamplingMask.concat(masks) if masks else None,
         drafted=first.drafted + second.drafted,
         accepted=first.accepted + second.accepted,

@@ -17,6 +17,7 @@ from megarl.engine.sglang_engine import Engine, watch
 from megarl.engine.tool_calls import ParsedResponse, ParseFunction, make_parser
 from megarl.environments.process_sessions import EnvironmentPool, ToolCallStats
 from megarl.models.routing import RoutingShape
+from megarl.models.sparse_indices import IndexShape
 from megarl.processes.children import ProcessLimits
 from megarl.rollout.conversation import RolloutContext
 from megarl.rollout.group_queue import GroupQueue
@@ -53,6 +54,7 @@ class RolloutRunner:
     Args:
         routing: shape of the engine's routing record, if rollouts carry one
         on_rollout_finished: as `RolloutContext.on_rollout_finished`
+        indices: shape of its record of sparse attention indices, if rollouts carry one
         on_engine_lost: called immediately when the engine is lost, in the generation thread, possibly more than once
     """
 
@@ -64,8 +66,10 @@ class RolloutRunner:
         routing: RoutingShape | None = None,
         on_rollout_finished: Callable[[Rollout], None] = lambda rollout: None,
         on_engine_lost: Callable[[EngineLost], None] = lambda lost: None,
+        indices: IndexShape | None = None,
     ) -> None:
-        self._engine, self._chat, self._config, self._routing = engine, chat, config, routing
+        self._engine, self._chat, self._config = engine, chat, config
+        self._routing, self._indices = routing, indices
         self._on_rollout_finished, self._on_engine_lost = on_rollout_finished, on_engine_lost
         self._loop = asyncio.new_event_loop()  # asyncio subprocesses are bound to one loop
         self._thread = threading.Thread(target=self._loop.run_forever, name="generation", daemon=True)
@@ -274,7 +278,8 @@ class RolloutRunner:
     def _new_client(self) -> Client:
         engine, limit = self._engine, self._config.step_timeout + _REQUEST_MARGIN_S
         check_runs = partial(engine.check_running, engine.start_number)
-        return Client(engine.url, engine.api_key, limit, self._routing, engine.weight_version, check_runs)
+        version = engine.weight_version
+        return Client(engine.url, engine.api_key, limit, self._routing, version, check_runs, self._indices)
 
     def _make_context(self, client: Client, config: RolloutConfig) -> RolloutContext:
         engine, chat = self._engine, self._chat

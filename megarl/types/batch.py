@@ -29,6 +29,7 @@ class BatchSharding:
     local_indices: torch.Tensor  # [n] int64, the sequences on this rank, in the order of the batch's tokens
     comm: Comm = field(compare=False, repr=False)
     sampling_mask_sizes: torch.Tensor | None = None  # [N] int64 ids in the sampling masks; None without masks
+    indexed_tokens: torch.Tensor | None = None  # [N] int64 tokens with recorded sparse attention indices
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ class TrainBatch:
     turn_rewards: torch.Tensor | None = None  # [T] each turn's own reward on its last token; None: no turn has any
     loss_weights: torch.Tensor | None = None  # [T] the token's share of the batch's mean; sums to 1 over a mini-batch
     routing: tuple[torch.Tensor, ...] | None = None  # n records as in `Rollout`; the policy's model replays them
+    sparse_indices: tuple[torch.Tensor, ...] | None = None  # n records as in `Rollout`; the policy's model replays them
     sampling_mask: tuple[SamplingMask, ...] | None = None  # n masks over all tokens of a sequence, for policy models
     sharding: BatchSharding | None = None
     marked: torch.Tensor | None = None  # [T] bool, tokens that the policy loss selected from the global mini-batch
@@ -98,7 +100,7 @@ class TrainBatch:
         sharding = None
         if not isinstance(rollouts.comm, LocalComm):
             columns = rollouts.length, rollouts.routed_tokens, rollouts.home, rollouts.local_indices
-            sharding = BatchSharding(*columns, rollouts.comm, rollouts.sampling_mask_sizes)
+            sharding = BatchSharding(*columns, rollouts.comm, rollouts.sampling_mask_sizes, rollouts.indexed_tokens)
         return TrainBatch(
             tokens=torch.from_numpy(concat([turn.token_ids for turn in turns], np.int32)),
             cu_seqlens=torch.from_numpy(starts),
@@ -110,6 +112,7 @@ class TrainBatch:
             staleness=staleness,
             turn_rewards=turn_rewards,
             routing=_pack_routing(rollouts),
+            sparse_indices=_pack_indices(rollouts),
             sampling_mask=_pack_sampling_masks(rollouts),
             sharding=sharding,
         )
@@ -193,11 +196,11 @@ class TrainBatch:
         shift = self.cu_seqlens[rows] - starts[:-1]
         tokens = torch.arange(int(starts[-1])) + torch.repeat_interleave(shift, lengths)
         changes: dict[str, Any] = {name: getattr(self, name)[tokens] for name in self.columns()}
-        for name in ("routing", "sampling_mask"):
+        for name in ("routing", "sparse_indices", "sampling_mask"):
             if (records := getattr(self, name)) is not None:
                 changes[name] = tuple(records[row] for row in rows.tolist())
         if self.sharding is not None:
-            names = ("lengths", "routed_tokens", "home", "sampling_mask_sizes")
+            names = ("lengths", "routed_tokens", "home", "sampling_mask_sizes", "indexed_tokens")
             columns = {name: column for name in names if (column := getattr(self.sharding, name)) is not None}
             columns = {name: column[sequences] for name, column in columns.items()}
             changes["sharding"] = replace(self.sharding, local_indices=selected, **columns)
@@ -211,7 +214,7 @@ class TrainBatch:
         return tuple(name for name in TOKEN_COLUMNS if getattr(self, name) is not None)
 
 
-_OTHER_FIELDS = "cu_seqlens group episode sequence_reward routing sampling_mask sharding counts".split()
+_OTHER_FIELDS = "cu_seqlens group episode sequence_reward routing sparse_indices sampling_mask sharding counts".split()
 TOKEN_COLUMNS = tuple(item.name for item in fields(TrainBatch) if item.name not in _OTHER_FIELDS)
 """Names of the [T] tensors of a batch."""
 
@@ -229,6 +232,18 @@ def _pack_routing(rollouts: Rollouts) -> tuple[torch.Tensor, ...] | None:
             raise ValueError(f"a rollout of {tokens} tokens has the routing of {len(record)}")
     (shape,) = shapes or {torch.Size((0, 0))}
     empty = torch.zeros((0, *shape), dtype=torch.uint8)
+    return tuple(empty if record is None else record for record in records)
+
+
+def _pack_indices(rollouts: Rollouts) -> tuple[torch.Tensor, ...] | None:
+    """Return the sparse attention indices of the local rollouts, empty for those without; None if no rank has any."""
+    if not bool((rollouts.indexed_tokens > 0).any()):
+        return None
+    records = [rollout.sparse_indices for rollout in rollouts.local]
+    empty = next((record[:0] for record in records if record is not None), torch.zeros((0, 0, 0), dtype=torch.int16))
+    for record, rollout in zip(records, rollouts.local, strict=True):
+        if record is not None and len(record) and record.shape[2] + len(record) > (tokens := rollout.num_tokens):
+            raise ValueError(f"a rollout of {tokens} tokens has sparse attention indices of {len(record)}")
     return tuple(empty if record is None else record for record in records)
 
 

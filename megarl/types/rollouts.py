@@ -131,6 +131,9 @@ class Rollout:
     routing: torch.Tensor | None = field(default=None, compare=False, repr=False)
     """[recorded tokens, MoE layers, topk]: the experts that processed each of the leading tokens in the engine, in any
     order; uint8 or int16."""
+    sparse_indices: torch.Tensor | None = field(default=None, compare=False, repr=False)
+    """[recorded tokens, layers with an indexer, topk] int16 or int32: the positions of the keys that each token from
+    position topk on attended to in the engine, in any order; see `models.sparse_indices.IndexShape`."""
     sampling_mask: SamplingMask | None = field(default=None, compare=False, repr=False)
     """Sampling masks of the policy's tokens, in order. None if sampling was never truncated."""
     drafted: int = 0
@@ -201,6 +204,7 @@ ROLLOUT_STATS: dict[str, Callable[[Rollout], float]] = {
     "drafted": lambda rollout: rollout.drafted,
     "accepted": lambda rollout: rollout.accepted,
     "routed_tokens": lambda rollout: 0 if rollout.routing is None else len(rollout.routing),
+    "indexed_tokens": lambda rollout: 0 if rollout.sparse_indices is None else len(rollout.sparse_indices),
     "sampling_mask_sizes": lambda rollout: 0 if rollout.sampling_mask is None else len(rollout.sampling_mask.ids),
     "oldest_version": lambda rollout: min((version for version, _ in rollout.version_spans), default=-1),
     "rewarded_turns": lambda rollout: sum(turn.reward != 0 for turn in rollout.turns),
@@ -228,6 +232,7 @@ class Rollouts:
     drafted: torch.Tensor  # [N] int64
     accepted: torch.Tensor  # [N] int64
     routed_tokens: torch.Tensor  # [N] int64 leading tokens with recorded routing
+    indexed_tokens: torch.Tensor  # [N] int64 tokens with recorded sparse attention indices
     sampling_mask_sizes: torch.Tensor  # [N] int64 ids in the sampling mask; 0 without one
     oldest_version: torch.Tensor  # [N] int64, oldest version of the weights that sampled a token; -1 without any
     rewarded_turns: torch.Tensor  # [N] int64 turns with a reward of their own

@@ -102,7 +102,7 @@ class ReferenceWorker(Worker):
         with self.clock.phase("reference_logprobs", REMOTE if self.actor.model is None else "reference"):
             what, temperature = "log-probs with the initial weights", self.actor.temperature
             return self.actor._forward(
-                batch.with_(routing=None), what, temperature, context=self.use_reference_weights()
+                batch.with_(routing=None, sparse_indices=None), what, temperature, context=self.use_reference_weights()
             )
 
 
@@ -125,7 +125,9 @@ class TeacherWorker(ModelWorker):
         hf, config = load_hf_config(path), role_config(self.config, self.name)
         if is_classifier(hf):
             raise ConfigError(f"roles.{self.name}.model={path} is a classifier, which has no log-probs of tokens")
-        train = dataclasses.replace(config.train, routing_replay=False)  # records hold the policy's experts
+        train = dataclasses.replace(
+            config.train, routing_replay=False, sparse_index_replay=False
+        )  # records hold the policy's experts
         self.build(hf, path, dataclasses.replace(config, train=train, lora=LoraConfig()), trains=False)
 
     def forward(self, batch: TrainBatch, temperature: float | None = None) -> Future[ModelOutput]:
@@ -133,7 +135,7 @@ class TeacherWorker(ModelWorker):
         rollouts."""
         divisor = temperature or self.config.rollout.temperature or 1.0
         with self.clock.phase(f"{self.name}_logprobs", self.phase_owner):
-            return self._forward(batch.with_(routing=None), "log-probs", divisor)
+            return self._forward(batch.with_(routing=None, sparse_indices=None), "log-probs", divisor)
 
     @property
     def _remedy(self) -> str:

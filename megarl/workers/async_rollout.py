@@ -329,6 +329,6 @@ class Oversampling:
         if self._num_partial_groups and self._replays_routing and self._config.max_staleness:
             raise ConfigError(
                 f"{folder} has {self._num_partial_groups} groups of partial rollouts (rollout.oversample), "
-                "whose routing train.routing_replay=true cannot replay: set it to false until a checkpoint has none, "
-                "or rollout.max_staleness to 0, which restarts them"
+                "whose records train.routing_replay and train.sparse_index_replay cannot replay: set them to false "
+                "until a checkpoint has none, or rollout.max_staleness to 0, which restarts them"
             )

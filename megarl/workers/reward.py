@@ -280,7 +280,8 @@ class RewardWorker(Worker):
         outgoing: dict[int, list[tuple[int, Rollout]]] = {}
         for rank, count in shares.get(self.job.rank, {}).items():
             outgoing[rank] = [
-                (index, replace(rollout, routing=None, sampling_mask=None)) for index, rollout in islice(local, count)
+                (index, replace(rollout, routing=None, sparse_indices=None, sampling_mask=None))
+                for index, rollout in islice(local, count)
             ]
         replies: dict[int, list[tuple[int, dict[str, RewardResult]]]] = {}
         for rank, batch in self._row_exchange.exchange_objects(outgoing).items():

@@ -55,7 +55,7 @@ class MegatronRewardWorker(RewardWorker, ModelWorker):
     def score_part(self, rollouts: Rollouts, part: str) -> Sequence[RewardResult]:
         if part != self.model_part:
             return super().score_part(rollouts, part)
-        batch = TrainBatch.from_rollouts(rollouts).with_(routing=None)
+        batch = TrainBatch.from_rollouts(rollouts).with_(routing=None, sparse_indices=None)
         token_scores = self._forward(batch, "scores", all_tokens=None).wait().scores
         assert token_scores is not None
         scores = token_scores[batch.cu_seqlens[1:] - 1].tolist()

@@ -15,6 +15,7 @@ from megarl.engine.engine_protocol import EngineLost
 from megarl.engine.sglang_engine import Engine
 from megarl.engine.tool_calls import check_parser
 from megarl.models.routing import routing_shape
+from megarl.models.sparse_indices import index_shape
 from megarl.observe.clock import REMOTE, WAIT
 from megarl.observe.replayed_rollouts import ReplaySource, needs_trainer_columns
 from megarl.observe.rollout_log import read_records
@@ -66,6 +67,7 @@ class RolloutWorker(Worker):
                 routing,
                 context.on_rollout_finished,
                 self.engines.engine_restart.report_lost,
+                index_shape(context.hf_config, self.config),
             )
         has_agents = any(environment.kind == "agent" for environment in context.chat.catalog.environments.values())
         self._agent_metrics = AgentMetrics(has_agents, row_exchange.WorldComm(), self._runner)
@@ -81,7 +83,8 @@ class RolloutWorker(Worker):
             row_exchange.WorldComm(),
             engine_index,
             num_engines,
-            self.config.train.routing_replay and "actor" in context.num_updates,
+            (self.config.train.routing_replay or self.config.train.sparse_index_replay)
+            and "actor" in context.num_updates,
         )
         self._stream = RolloutStream(
             self.config,

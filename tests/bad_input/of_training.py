@@ -164,6 +164,16 @@ CASES = [
         ("train.routing_replay=true", "sft has no engine"),
         (*SFT, "train.routing_replay=true"),
     ),
+    Case(
+        "index replay of a model without sparse attention",
+        ("train.sparse_index_replay=true", "has no sparse attention; set it to false"),
+        ("train.sparse_index_replay=true",),
+    ),
+    Case(
+        "an indexer loss of a model without indexers",
+        ("train.indexer_loss_coef=0.1", "has no sparse attention; set it to 0"),
+        ("train.indexer_loss_coef=0.1",),
+    ),
     Case("an unknown schedule", ("actor_optimizer.schedule must be one of cosine",), ("actor_optimizer.schedule=cos",)),
     Case("targets without LoRA", ("lora.target_modules", "set lora.rank"), ("lora.target_modules=[linear_qkv]",)),
     Case(

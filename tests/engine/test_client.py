@@ -15,9 +15,10 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from megarl.engine import client as module
-from megarl.engine.client import Client, decode_routing, is_truncated_sampling
+from megarl.engine.client import Client, decode_indices, decode_routing, is_truncated_sampling
 from megarl.engine.engine_protocol import EngineLost, Generation, RequestFailed
 from megarl.models.routing import RoutingShape
+from megarl.models.sparse_indices import IndexShape
 
 pytestmark = pytest.mark.alone
 
@@ -56,6 +57,22 @@ def test_routing_record_of_another_size_is_an_error() -> None:
         decode_routing(encode_record(2, 4, 2), 2, SHAPE)
     with pytest.raises(RuntimeError, match="did not record routing"):
         decode_routing(None, 2, SHAPE)
+
+
+def test_decodes_sparse_attention_indices() -> None:
+    shape = IndexShape(layers=(0, 3), topk=2, is_short=True)
+    record = np.array([[[0, 2], [1, 2]], [[3, 0], [1, 3]]], dtype=np.int16)  # of the tokens 2 and 3
+    for dtype in (np.int16, np.int32):
+        text = base64.b64encode(record.astype(dtype).tobytes()).decode()
+        result = decode_indices(text, 2, 2, shape)
+        assert result.dtype == torch.int16 and result.tolist() == record.tolist()
+    assert decode_indices("", 0, 2, shape).shape == (0, 2, 2)
+    with pytest.raises(RequestFailed, match="names keys after their query"):
+        decode_indices(base64.b64encode(record.tobytes()).decode(), 2, 1, shape)
+    with pytest.raises(RequestFailed, match="has 16 bytes, not 2 or 4 for each of 3 tokens in 2 layers with 2 keys"):
+        decode_indices(base64.b64encode(record.tobytes()).decode(), 3, 2, shape)
+    with pytest.raises(RequestFailed, match="did not record its sparse attention"):
+        decode_indices(None, 2, 2, shape)
 
 
 def make_answer(**changes: Any) -> dict[str, Any]:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import tiny
 import tiny_models
 import torch
+import transformers
 from compare import assert_matches_transformers, generate
 from engines import RunningEngine, start_engine
 from orders import check_orders, overwrite_weights
@@ -52,6 +55,18 @@ def glm4_moe_with_mtp(seed: int) -> PreTrainedModel:
     return tiny_models.glm4_moe(seed, num_nextn_predict_layers=1)
 
 
+def deepseek_v32_with_mtp(seed: int) -> PreTrainedModel:
+    """With its multi-token-prediction layer, which has an indexer and drafts."""
+    return tiny_models.deepseek_v32(seed, num_nextn_predict_layers=1)
+
+
+def make_case(family: str) -> Any:
+    """Return the arguments for a family without its own builder, with a draft model if it has MTP layers."""
+    has_mtp = f"{family}_mtp" in tiny.HF
+    build, layout = partial(tiny_models.of_family, family + "_mtp" * has_mtp), EngineLayout(2, ep=2, draft=has_mtp)
+    return pytest.param(build, layout, id=f"{family}-tp2-ep2" + "-draft" * has_mtp, marks=pytest.mark.nightly)
+
+
 @pytest.mark.parametrize(
     ("build", "layout"),
     [
@@ -63,8 +78,12 @@ def glm4_moe_with_mtp(seed: int) -> PreTrainedModel:
         (tiny_models.deepseek_v2, EngineLayout(2)),
         (glm4_moe_with_mtp, EngineLayout(2, ep=2, draft=True)),
         (tiny_models.kimi_k2, EngineLayout(2, ep=2)),
+        pytest.param(tiny_models.gpt_oss, EngineLayout(2), marks=pytest.mark.nightly),
         pytest.param(tiny_models.qwen3_next, EngineLayout(2), marks=pytest.mark.nightly),
         pytest.param(tiny_models.qwen3_5_moe, EngineLayout(2, ep=2), marks=pytest.mark.nightly),
+        pytest.param(deepseek_v32_with_mtp, EngineLayout(2, draft=True), marks=pytest.mark.nightly),
+        pytest.param(tiny_models.glm_moe_dsa, EngineLayout(2, ep=2), marks=pytest.mark.nightly),
+        *map(make_case, tiny_models.families_without_builder()),
     ],
     ids=[
         "qwen2-tp2",
@@ -75,15 +94,22 @@ def glm4_moe_with_mtp(seed: int) -> PreTrainedModel:
         "deepseek_v2-tp2",
         "glm4_moe-tp2-ep2-draft",
         "kimi_k2-tp2-ep2",
+        "gpt_oss-tp2",
         "qwen3_next-tp2",
         "qwen3_5_moe-tp2-ep2",
+        "deepseek_v32-tp2-draft",
+        "glm_moe_dsa-tp2-ep2",
+        *[None] * len(tiny_models.families_without_builder()),
     ],
 )
 def test_families_on_two_ranks(
     build: Callable[[int], PreTrainedModel], layout: EngineLayout, host: str, tmp_path: Path
 ) -> None:
-    drafts = 2 if layout.draft else 0
-    with start_engine(host, build(0), tmp_path, tp=layout.tp, ep=layout.ep, num_speculative_tokens=drafts) as running:
+    model = build(0)
+    settings: dict[str, Any] = {"tp": layout.tp, "ep": layout.ep, "num_speculative_tokens": 2 if layout.draft else 0}
+    if not hasattr(transformers, type(model).__name__):
+        settings["sglang"] = {"trust_remote_code": True}  # the class of config.json is in the folder
+    with start_engine(host, model, tmp_path, **settings) as running:
         assert_matches_transformers(running.engine, running.model, 0)
         check_orders(running, layout, build(6), tmp_path)
 

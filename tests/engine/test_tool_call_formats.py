@@ -58,7 +58,7 @@ FORMATS: dict[str, ChatFormat] = {
     **OTHER_FORMATS,
     **{f"{k}, reasons": v for k, v in REASONING.items()},
 }
-ONE_CALL = {"llama"}
+ONE_CALL = {"llama", "harmony"}
 """Formats whose template takes one call per turn."""
 
 Calls = list[tuple[str, dict[str, Any]]]

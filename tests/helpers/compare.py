@@ -1,4 +1,4 @@
-"""Compare an engine's tokens, log-probs and chosen experts with `transformers` on the same weights."""
+"""Compare an engine's tokens, log-probs and chosen experts and keys with `transformers` on the same weights."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from megarl.engine.engine_protocol import Generation
 from megarl.engine.sglang_engine import Engine
 from megarl.models.registry import load_hf_config
 from megarl.models.routing import RoutingShape, routing_shape
+from megarl.models.sparse_indices import index_shape, positions
 
 PROMPTS = [list(range(20, 20 + length)) for length in (3, 17, 40)]
 TOKENS = 8
@@ -28,7 +29,8 @@ def generate(engine: Engine, temperature: float = 0.0) -> list[Generation]:
     params = {"temperature": temperature, "max_new_tokens": TOKENS, "ignore_eos": True}
 
     async def run() -> list[Generation]:
-        async with Client(engine.url, engine.api_key, 300.0, engine_routing_shape(engine)) as client:
+        indices = index_shape(load_hf_config(engine.config.model.path), engine.config)
+        async with Client(engine.url, engine.api_key, 300.0, engine_routing_shape(engine), indices=indices) as client:
             return list(await asyncio.gather(*(client.generate(prompt, params) for prompt in PROMPTS)))
 
     return asyncio.run(run())
@@ -42,11 +44,17 @@ def assert_matches_transformers(engine: Engine, model: PreTrainedModel, version:
         assert list(out.token_ids) == tiny_models.greedy(model, prompt, TOKENS)
     for prompt, out in zip(PROMPTS * 2, greedy + sampled, strict=True):
         assert out.finish_reason == "length" and out.weight_version == version
-        with tiny_models.record_experts(model) as experts:
+        with tiny_models.record_experts(model) as experts, tiny_models.record_keys(model) as keys:
             expected = tiny_models.logprobs(model, [*prompt, *out.token_ids])[len(prompt) - 1 : -1]
         if engine_routing_shape(engine) is not None:
             assert out.routing is not None
             chosen_experts = torch.stack(experts, dim=1)[:-1]
             assert torch.equal(out.routing.sort(-1).values, chosen_experts.sort(-1).values.byte())
+        if keys:
+            assert out.sparse_indices is not None
+            recorded = positions(out.sparse_indices).sort(-1).values
+            first = recorded.shape[2] if len(recorded) else len(prompt) + TOKENS
+            chosen_keys = torch.stack(keys, dim=1)[first:-1].sort(-1).values
+            assert recorded.tolist() == chosen_keys.tolist()
         chosen = expected.gather(1, torch.tensor(out.token_ids.tolist())[:, None])[:, 0]
         assert (torch.tensor(out.logprobs) - chosen).abs().max() < 1e-5

@@ -32,7 +32,11 @@ class RunningEngine:
 def start_engine(host: str, model: PreTrainedModel, folder: Path, **rollout: Any) -> Iterator[RunningEngine]:
     path = tiny_models.save(model, folder / "model")
     config = make_config(path, folder / "run", **rollout)
-    records = replace(config.train, routing_replay=hasattr(model.config, "num_experts_per_tok"))
+    records = replace(
+        config.train,
+        routing_replay=hasattr(model.config, "num_experts_per_tok"),
+        sparse_index_replay=hasattr(model.config, "index_topk"),
+    )
     config = replace(config, train=records)
     engine = Engine(config, threads=1)
     with pytest.MonkeyPatch.context() as monkeypatch:

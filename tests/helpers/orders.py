@@ -10,11 +10,11 @@ import tiny_models
 import torch
 from compare import assert_matches_transformers
 from engines import RunningEngine
-from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from megarl.engine.sglang_engine import Engine, allocate
 from megarl.engine.weight_sender import OrderBuffer
+from megarl.models.hf_folder import open_hf
 from megarl.models.layout_algebra import Param, matrix_shape
 from megarl.models.registry import family_of, load_hf_config
 from megarl.reshard.plan.layout import EngineLayout, engine_shapes
@@ -30,13 +30,17 @@ def check_orders(running: RunningEngine, layout: EngineLayout, new: PreTrainedMo
 def overwrite_weights(engine: Engine, layout: EngineLayout, folder: Path, version: int) -> None:
     """Replace all weights of an engine, and of its draft model if `layout` has one, by those of an HF folder. Check
     that the engine has exactly the tensors of the table."""
-    hf, tensors = load_hf_config(folder), load_file(folder / "model.safetensors")
+    hf, weights = load_hf_config(folder), open_hf(folder)
     family = family_of(hf)
     experts = family.num_experts(hf)
-    engine.begin_update()
-    _write(engine, layout, family.params(hf, 1), tensors, experts)
+    params, drafts = family.params(hf, 1), []
     if layout.draft:
-        _write(engine, layout, family.layer(hf, hf["num_hidden_layers"], range(experts)), tensors, experts, draft=True)
+        drafts = family.layer(hf, hf["num_hidden_layers"], range(experts))
+    tensors = {tensor.name: weights.get(tensor.name) for param in (*params, *drafts) for tensor in param.hf}
+    engine.begin_update()
+    _write(engine, layout, params, tensors, experts)
+    if layout.draft:
+        _write(engine, layout, drafts, tensors, experts, draft=True)
     engine.end_update(version)
 
 

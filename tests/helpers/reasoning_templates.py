@@ -91,14 +91,17 @@ KIMI_THINKING = (
         "{{ m.content or '' }}",
     )
 )
-# Takes a result's call from the message before it, and rejects a result without a call.
+# Several messages in a turn. Takes a result's call from a message before it, and rejects a result without a call.
 HARMONY = (
-    "{% for m in messages %}{% if m.role == 'tool' %}"
-    "{% if not loop.previtem.tool_calls %}{{ raise_exception('a result without a call before it') }}{% endif %}"
-    "{{ '<|start|>functions.' + loop.previtem.tool_calls[0].function.name + ' to=assistant<|channel|>commentary' }}"
-    "{{ '<|message|>' + m.content | tojson + '<|end|>' }}{% elif m.tool_calls %}"
+    "{% set last = namespace(name=none) %}{% for m in messages %}{% if m.role == 'tool' %}"
+    "{% if last.name is none %}{{ raise_exception('a result without a call before it') }}{% endif %}"
+    "{{ '<|start|>functions.' + last.name + ' to=assistant<|channel|>commentary' }}"
+    "{{ '<|message|>' + m.content | tojson + '<|end|>' }}"
+    "{% elif m.tool_calls %}{% set last.name = m.tool_calls[0].function.name %}{% if m.thinking %}"
+    "{{ '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}{% endif %}"
     "{{ '<|start|>assistant to=functions.' + m.tool_calls[0].function.name + '<|channel|>commentary json<|message|>' }}"
-    "{{ m.tool_calls[0].function.arguments | tojson + '<|call|>' }}{% elif m.role == 'assistant' %}"
+    "{{ m.tool_calls[0].function.arguments | tojson + '<|call|>' }}"
+    "{% elif m.role == 'assistant' %}{% set last.name = none %}"
     "{{ '<|start|>assistant<|channel|>final<|message|>' + m.content }}{{ '<|return|>' if loop.last else '<|end|>' }}"
     "{% else %}{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
@@ -115,7 +118,7 @@ PYTHONIC = (
 
 THINK = ("<think>", "</think>")
 _DEEPSEEK = PUBLISHED["deepseek"].control
-_HARMONY = ("<|return|>", "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>")
+_HARMONY = ("<|return|>", "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>", "<|constrain|>")
 _GEMMA = ("<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>")
 
 
@@ -135,8 +138,18 @@ REASONING = {
 OTHER_FORMATS = {
     "qwen3 coder": _make_format(QWEN3_CODER, PUBLISHED["qwen"].control, "qwen3_coder"),
     "pythonic": _make_format(PYTHONIC, _GEMMA, "pythonic"),
+    "harmony": _make_format(HARMONY, _HARMONY, "gpt-oss"),
 }
-WITHOUT_RESULTS = _make_format(HARMONY, _HARMONY, "gpt-oss")
+WITHOUT_RESULTS = _make_format(
+    QWEN.replace(
+        "{% if m.role == 'tool' %}",
+        "{% if m.role == 'tool' %}{% if not loop.previtem.tool_calls %}"
+        "{{ raise_exception('a result without a call before it') }}{% endif %}",
+        1,
+    ),
+    PUBLISHED["qwen"].control,
+    "qwen25",
+)
 
 
 def reasoning_tokenizer(family: ChatFormat) -> object:

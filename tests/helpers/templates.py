@@ -40,6 +40,17 @@ GLM = (
     "{% else %}{{ '<|' + m.role + '|>\n' + m.content }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+# No head before an answer.
+MISTRAL = (
+    "<s>{% for tool in tools or [] %}{{ loop.first and '[AVAILABLE_TOOLS] ' or '' }}{{ tool | tojson }}"
+    "{{ loop.last and '[/AVAILABLE_TOOLS]' or '' }}{% endfor %}{% for m in messages %}"
+    "{% if m.role == 'tool' %}{{ '[TOOL_RESULTS] ' + m.content + '[/TOOL_RESULTS]' }}"
+    "{% elif m.role == 'assistant' %}{{ m.content or '' }}{% if m.tool_calls %}[TOOL_CALLS] ["
+    "{% for call in m.tool_calls %}"
+    "{{ '{\"name\": \"' + call.function.name + '\", \"arguments\": ' }}{{ call.function.arguments | tojson + '}' }}"
+    "{{ '' if loop.last else ', ' }}{% endfor %}]{% endif %}</s>"
+    "{% else %}{{ '[INST] ' + m.content + '[/INST]' }}{% endif %}{% endfor %}"
+)
 # Arguments are text, an answer is followed by no head of a turn, and a call in a message with content by an empty turn.
 DEEPSEEK = (
     "<｜begin▁of▁sentence｜>{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
@@ -54,6 +65,29 @@ DEEPSEEK = (
     "<｜tool▁calls▁end｜><｜end▁of▁sentence｜>{% endif %}"
     "{% if m.content is not none %}{{ m.content + '<｜end▁of▁sentence｜>' }}{% endif %}{% endif %}{% endfor %}"
     "{% if state.tool %}<｜tool▁outputs▁end｜>{% elif add_generation_prompt %}<｜Assistant｜>{% endif %}"
+)
+# Like GLM 4.7's: without line breaks in calls.
+GLM47 = (
+    GLM.replace("'\n<tool_call>' + call.function.name + '\n'", "'<tool_call>' + call.function.name")
+    .replace("'</arg_key>\n<arg_value>'", "'</arg_key><arg_value>'")
+    .replace("'</arg_value>\n'", "'</arg_value>'")
+)
+# Arguments are typed, and an answer after results is a part of the turn.
+DEEPSEEK32 = (
+    "<｜begin▁of▁sentence｜>{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '<｜User｜>' + m.content }}"
+    "{% elif m.role == 'tool' %}{% if loop.previtem.role != 'tool' %}{{ '\n\n<function_results>' }}{% endif %}"
+    "{{ '\n<result>' + m.content + '</result>' }}"
+    "{% if loop.last or loop.nextitem.role != 'tool' %}{{ '\n</function_results>\n\n' }}{% endif %}"
+    "{% elif m.role == 'assistant' %}{% if loop.first or loop.previtem.role != 'tool' %}<｜Assistant｜>{% endif %}"
+    "{{ m.content or '' }}{% if m.tool_calls %}{{ '\n\n<｜DSML｜function_calls>\n' }}{% for call in m.tool_calls %}"
+    "{{ '<｜DSML｜invoke name=\"' + call.function.name + '\">\n' }}"
+    "{% for key, value in call.function.arguments.items() %}"
+    "{{ '<｜DSML｜parameter name=\"' + key + '\" string=\"' + ('true' if value is string else 'false') + '\">' }}"
+    "{{ value if value is string else value | tojson }}{{ '</｜DSML｜parameter>\n' }}{% endfor %}"
+    "{{ '</｜DSML｜invoke>\n' }}{% endfor %}</｜DSML｜function_calls>{% endif %}<｜end▁of▁sentence｜>"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt and messages[-1].role != 'tool' %}<｜Assistant｜>{% endif %}"
 )
 # Prints a call's id and a tool's name.
 KIMI = (
@@ -84,6 +118,20 @@ GEMMA = (
     "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
     "{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' + m.content | trim }}"
     "{{ '<end_of_turn>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
+
+# Arguments between tags.
+MINIMAX = (
+    "]~!b[{% if tools %}]~b]system\n{% for tool in tools %}<tool>{{ tool.function | tojson }}</tool>\n{% endfor %}"
+    "[e~[\n{% endif %}{% for m in messages %}{% if m.role == 'tool' %}"
+    "{% if loop.previtem.role != 'tool' %}]~b]tool{% endif %}{{ '\n<response>' + m.content + '</response>' }}"
+    "{% if loop.last or loop.nextitem.role != 'tool' %}[e~[\n{% endif %}{% else %}"
+    "{{ ']~b]' + ('ai' if m.role == 'assistant' else m.role) + '\n' + (m.content or '') }}"
+    "{% if m.tool_calls %}{{ '\n<minimax:tool_call>\n' }}{% for call in m.tool_calls %}"
+    "{{ '<invoke name=\"' + call.function.name + '\">\n' }}{% for key, value in call.function.arguments.items() %}"
+    "{{ '<parameter name=\"' + key + '\">' }}{{ value if value is string else value | tojson }}"
+    "{{ '</parameter>\n' }}{% endfor %}{{ '</invoke>\n' }}{% endfor %}</minimax:tool_call>{% endif %}"
+    "[e~[\n{% endif %}{% endfor %}{% if add_generation_prompt %}]~b]ai\n{% endif %}"
 )
 
 
@@ -138,6 +186,28 @@ PUBLISHED = {
         parser="glm45",
         eos=("<|endoftext|>", "<|user|>", "<|observation|>"),
     ),
+    "glm47": ChatFormat(
+        GLM47,
+        ("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
+        after_call="<|observation|>",
+        after_answer="<|endoftext|>",
+        end_tokens=("<|endoftext|>", "<|user|>", "<|observation|>"),
+        call="\n<think></think><tool_call>calculator<arg_key>expression</arg_key><arg_value>1+2</arg_value></tool_call>",
+        observation="\n<tool_response>\n3\n</tool_response><|assistant|>",
+        parser="glm47",
+        eos=("<|endoftext|>", "<|user|>", "<|observation|>"),
+    ),
+    "deepseek32": ChatFormat(
+        DEEPSEEK32,
+        ("<｜end▁of▁sentence｜>", "<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "｜DSML｜"),
+        after_call="<｜end▁of▁sentence｜>",
+        after_answer="<｜end▁of▁sentence｜>",
+        end_tokens=("<｜end▁of▁sentence｜>",),
+        call='\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="calculator">\n<｜DSML｜parameter name="expression" '
+        'string="true">1+2</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+        observation="\n\n<function_results>\n<result>3</result>\n</function_results>\n\n",
+        parser="deepseekv32",
+    ),
     "deepseek": ChatFormat(
         DEEPSEEK,
         (
@@ -183,5 +253,26 @@ PUBLISHED = {
         "<|start_header_id|>assistant<|end_header_id|>\n\n",
         parser="llama3",
         eos=("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"),
+    ),
+    "minimax": ChatFormat(
+        MINIMAX,
+        ("[e~[", "]~!b[", "]~b]"),
+        after_call="[e~[",
+        after_answer="[e~[",
+        end_tokens=("[e~[",),
+        call='\n<minimax:tool_call>\n<invoke name="calculator">\n<parameter name="expression">1+2</parameter>\n'
+        "</invoke>\n</minimax:tool_call>",
+        observation="\n]~b]tool\n<response>3</response>[e~[\n]~b]ai\n",
+        parser="minimax-m2",
+    ),
+    "mistral": ChatFormat(
+        MISTRAL,
+        ("</s>", "<s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
+        after_call="</s>",
+        after_answer="</s>",
+        end_tokens=("</s>",),
+        call=f'[TOOL_CALLS] [{{"name": "calculator", "arguments": {_JSON}}}]',
+        observation="[TOOL_RESULTS] 3[/TOOL_RESULTS]",
+        parser="mistral",
     ),
 }

@@ -18,10 +18,16 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GlmMoeDsaConfig,
+    GlmMoeDsaForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -101,7 +107,7 @@ def randomize(model: PreTrainedModel, seed: int) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 tensor.copy_(0.1 * torch.randn(tensor.shape, generator=generator))
             elif not tensor.requires_grad:
                 continue
@@ -184,6 +190,38 @@ def deepseek_v3(seed: int = 0, rope: bool = True, **changes: Any) -> PreTrainedM
     return randomize(DeepseekV3ForCausalLM(DeepseekV3Config(**(settings | changes))), seed)
 
 
+def deepseek_v32(seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """Sparse attention to 8 keys, whose indexer has so many heads that ReLU makes no two scores equal."""
+    return randomize(DeepseekV32ForCausalLM(DeepseekV32Config(**(_sparse() | changes))), seed)
+
+
+def glm_moe_dsa(seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """The same with interleaved rotation, and the second of three layers shares the first one's choice of keys."""
+    # transformers has this epsilon for the norms of latents, SGLang and Megatron that of the config
+    sharing = {"index_topk_freq": 2, "index_skip_topk_offset": 1, "indexer_rope_interleave": True, "rms_norm_eps": 1e-6}
+    return randomize(GlmMoeDsaForCausalLM(GlmMoeDsaConfig(**(_sparse() | sharing | changes))), seed)
+
+
+def _sparse() -> dict[str, Any]:
+    return _common(4) | {
+        "num_hidden_layers": 3,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 16,
+        "index_topk": 8,
+        "index_head_dim": 32,
+        "index_n_heads": 16,
+        "num_nextn_predict_layers": 0,
+    }
+
+
 def mtp_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Return the tensors of a model's multi-token-prediction layer, by HF's names; transformers has no such layer.
 
@@ -194,7 +232,10 @@ def mtp_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     config, number, width = model.config, model.config.num_hidden_layers, model.config.hidden_size
     assert config.num_nextn_predict_layers == 1
     seed = int(model.lm_head.weight.detach().abs().sum())  # the layer depends on the model
-    with_mtp = type(model)(type(config)(**(config.to_dict() | {"num_hidden_layers": number + 1})))
+    values = {
+        key: value for key, value in config.to_dict().items() if not key.endswith(("layer_types", "indexer_types"))
+    }
+    with_mtp = type(model)(type(config)(**(values | {"num_hidden_layers": number + 1})))
     with TemporaryDirectory() as folder:  # saving names the experts
         randomize(with_mtp, seed).save_pretrained(folder)
         layer = load_file(Path(folder, "model.safetensors"))
@@ -267,6 +308,44 @@ def glm4_moe(seed: int = 0, **changes: Any) -> PreTrainedModel:
     return randomize(Glm4MoeForCausalLM(Glm4MoeConfig(**(settings | changes))), seed)
 
 
+def families_without_builder() -> list[str]:
+    """Return the families that only `of_family` builds."""
+    import tiny
+
+    return [name for name in tiny.family_names() if name not in globals()]
+
+
+def of_family(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """Return a model with the configuration of `tests/megatron/tiny.py`, but the vocabulary and length of these."""
+    import tiny
+
+    shared = ("vocab_size", "max_position_embeddings", "eos_token_id", "bos_token_id", "pad_token_id")
+    values = tiny.HF[family] | {key: _common(1)[key] for key in shared} | changes
+    return randomize(tiny.set_latent_eps(tiny.hf_class(values)(tiny.hf_config(values))), seed)
+
+
+def gpt_oss(seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """With windows and an original context shorter than the prompts of the tests, and with clamps that matter."""
+    yarn = {
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 32,
+        "beta_fast": 2.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+    }
+    settings = {name: value for name, value in _common(2).items() if name != "moe_intermediate_size"} | {
+        "head_dim": 16,
+        "intermediate_size": 32,
+        "num_local_experts": 8,
+        "sliding_window": 6,
+        "swiglu_limit": 0.7,
+        "rope_parameters": yarn,
+    }
+    return randomize(GptOssForCausalLM(GptOssConfig(**(settings | changes))), seed)
+
+
 DELTA_NET: dict[str, Any] = {
     "head_dim": 32,
     "full_attention_interval": 2,
@@ -306,7 +385,7 @@ def save(model: PreTrainedModel, folder: Path) -> Path:
     file = folder / "config.json"
     config = json.loads(file.read_text())
     published = config.pop("published", config["model_type"])  # the name in the authors' config.json
-    if config["model_type"] == "deepseek_v3":
+    if config["model_type"] in ("deepseek_v3", "deepseek_v32", "glm_moe_dsa"):
         config |= {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
     if config["model_type"] == "gemma2":
         config |= {"hidden_act": "gelu_pytorch_tanh"}
@@ -328,8 +407,24 @@ def logprobs(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
 def record_experts(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
     """Record the chosen experts of the next forward pass: [tokens, topk] per MoE layer, empty for a dense model."""
     result: list[torch.Tensor] = []
-    gates = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+    routers = (getattr(layer.mlp, "gate", getattr(layer.mlp, "router", None)) for layer in model.model.layers)
+    gates = [router for router in routers if router is not None]
     hooks = [gate.register_forward_hook(lambda _, __, out: result.append(out[2])) for gate in gates]
+    yield result
+    for hook in hooks:
+        hook.remove()
+
+
+@contextmanager
+def record_keys(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
+    """Record the keys that sparse attention chooses in the next forward pass: [tokens, topk] per layer that chooses."""
+    result: list[torch.Tensor] = []
+    indexers = [getattr(layer.self_attn, "indexer", None) for layer in model.model.layers]
+    hooks = [
+        indexer.register_forward_hook(lambda _, __, out: result.append(out[0]))
+        for indexer in indexers
+        if indexer is not None
+    ]
     yield result
     for hook in hooks:
         hook.remove()

@@ -21,6 +21,7 @@ LAUNCH = Path(__file__).resolve().parents[2] / "launch"
 INDEX = "https://pypi.org/simple"
 GLIBC = 34
 """Minor version of glibc; the wheel of sglang needs 2.34."""
+PYTHONS = ((3, 11), (3, 12))
 BUILT_FROM_SOURCE = {"transformer-engine-torch"}
 """Packages without a wheel, on purpose."""
 
@@ -39,11 +40,11 @@ def read_pins() -> dict[str, Version]:
     return result
 
 
-def supported_tags() -> set[Tag]:
-    """Return the wheel tags of CPython 3.11 on x86-64 with this glibc."""
+def supported_tags(python: tuple[int, int]) -> set[Tag]:
+    """Return the wheel tags of this CPython on x86-64 with this glibc."""
     linux = [f"manylinux_2_{minor}_x86_64" for minor in range(5, GLIBC + 1)]
     linux += [f"manylinux{year}_x86_64" for year in (1, 2010, 2014)] + ["linux_x86_64"]
-    return {*cpython_tags((3, 11), platforms=linux), *compatible_tags((3, 11), "cp311", linux)}
+    return {*cpython_tags(python, platforms=linux), *compatible_tags(python, "cp{}{}".format(*python), linux)}
 
 
 def test_pins_every_requirement_consistently() -> None:
@@ -82,14 +83,16 @@ def is_installable(file: str, name: str, version: Version, tags: set[Tag]) -> bo
 
 
 def test_all_pins_are_available() -> None:
-    """Each pin has a wheel for this Python, or a source distribution if built here, that is not yanked."""
+    """Each pin has a wheel for each Python, or a source distribution if built here, that is not yanked."""
     if not fetch_files("packaging"):
         pytest.skip(f"{INDEX} cannot be reached")
-    pins, tags = read_pins(), supported_tags()
+    pins = read_pins()
     with ThreadPoolExecutor(16) as pool:
         pages = dict(zip(pins, pool.map(fetch_files, pins), strict=True))
     missing = [
-        f"{name}=={version}"
+        f"{name}=={version} for {python}"
+        for python in PYTHONS
+        for tags in [supported_tags(python)]
         for name, version in pins.items()
         if (page := pages[name]) is not None
         and not any(
@@ -100,9 +103,11 @@ def test_all_pins_are_available() -> None:
 
 
 def test_detects_incompatible_files() -> None:
-    tags = supported_tags()
+    tags = supported_tags((3, 11))
     assert is_installable("torch-2.14.1-cp311-cp311-manylinux_2_28_x86_64.whl", "torch", Version("2.14.1"), tags)
     assert is_installable("a-1.0-py3-none-any.whl", "a", Version("1.0"), tags)
+    wheel = "torch-2.14.1-cp312-cp312-manylinux_2_28_x86_64.whl"
+    assert is_installable(wheel, "torch", Version("2.14.1"), supported_tags((3, 12)))
     for file in (
         "torch-2.14.0-cp311-cp311-manylinux_2_28_x86_64.whl",
         "torch-2.14.1-cp312-cp312-manylinux_2_28_x86_64.whl",

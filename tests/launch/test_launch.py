@@ -46,6 +46,8 @@ def test_cpu_requirements_are_complete_and_pinned() -> None:
     for name in installed - {"sglang", "verifiers"}:  # the list has the subset that MegaRL needs
         for text in importlib.metadata.requires(name) or []:
             requirement = Requirement(text)
+            if name == "torch" and re.match("nvidia-|cuda-", requirement.name):
+                continue  # the CUDA build, where there is no CPU build for this Python
             if (requirement.marker is None or requirement.marker.evaluate({"extra": ""})) and requirement.name:
                 missing |= {(name, canonicalize_name(requirement.name))} - {(name, item) for item in installed}
     assert missing == set()
@@ -60,7 +62,8 @@ def test_installed_versions_match_the_pins() -> None:
         pytest.skip("this environment was not made by launch/install.sh")
     versions = dict(line.split("==") for line in read_pins("cpu"))
     result = {name: importlib.metadata.version(name) for name in versions}
-    assert result == versions
+    assert result["torch"] in ("2.13.0+cpu", "2.13.0")  # the second for a Python without CPU build
+    assert result == versions | {"torch": result["torch"]}
 
 
 def test_scripts_name_only_the_index_of_torch() -> None:
@@ -84,16 +87,19 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
+VARIABLES = ("MEGARL_PYTHON", "PYTHON", "MEGARL_PLATFORM")
+
+
 def install(folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
     command = ["bash", str(folder / "launch" / "install.sh")]
-    inherited = {key: value for key, value in os.environ.items() if key not in ("PYTHON", "MEGARL_PLATFORM")}
+    inherited = {key: value for key, value in os.environ.items() if key not in VARIABLES}
     return subprocess.run(command, env={**inherited, **env}, capture_output=True, text=True, timeout=120)
 
 
 FAKE_PYTHON = """#!/bin/sh
 # Creates a fake environment whose pip only records its arguments.
 case "$*" in
-*version_info*) exit 0 ;;
+*version_info*) echo "${VERSION:-3.11}" ;;
 *ensurepip*) exit ${NO_VENV:-0} ;;
 *--version*) echo "Python 3.11 (stand-in)" ;;
 "-m venv --clear "*)
@@ -113,7 +119,7 @@ def fake_env(checkout: Path) -> dict[str, str]:
     python.chmod(0o755)
     calls = checkout / "calls"
     calls.touch()
-    return {"PYTHON": str(python), "CALLS": str(calls), "FAIL_ON": "nothing", "MEGARL_PLATFORM": "cpu"}
+    return {"MEGARL_PYTHON": str(python), "CALLS": str(calls), "FAIL_ON": "nothing", "MEGARL_PLATFORM": "cpu"}
 
 
 def test_second_install_returns_at_once(checkout: Path, fake_env: dict[str, str]) -> None:
@@ -133,7 +139,14 @@ def test_falls_back_to_the_index_of_torch(checkout: Path, fake_env: dict[str, st
     done = install(checkout, **fake_env | {"FAIL_ON": "--no-deps torch=="})
     calls = (checkout / "calls").read_text().splitlines()
     assert done.returncode == 0, done.stderr
-    assert "--index-url https://download.pytorch.org/whl/cpu torch==2.13.0+cpu" in calls[1]
+    assert "--index-url https://download.pytorch.org/whl/cpu torch==2.13.0+cpu" in calls[1] and len(calls) == 4
+
+
+def test_takes_the_cuda_build_if_there_is_no_cpu_build(checkout: Path, fake_env: dict[str, str]) -> None:
+    done = install(checkout, **fake_env | {"FAIL_ON": "torch==2.13.0+cpu", "VERSION": "3.12"})
+    calls = (checkout / "calls").read_text().splitlines()
+    assert done.returncode == 0 and "taking the CUDA build, which needs 5 GB more" in done.stdout
+    assert calls[2].endswith(" off torch==2.13.0") and "--no-deps" not in calls[2]
 
 
 def test_a_failed_install_reports_why_and_starts_over(checkout: Path, fake_env: dict[str, str]) -> None:
@@ -163,6 +176,32 @@ def test_a_moved_checkout_gets_a_new_environment(checkout: Path, fake_env: dict[
     for name in ("launch", "setup.py", ".venv"):
         shutil.move(checkout / name, moved_checkout / name)
     assert "new environment" in install(moved_checkout, **fake_env).stdout
+
+
+def test_another_interpreter_gets_a_new_environment(checkout: Path, fake_env: dict[str, str]) -> None:
+    other = checkout / "python3.12"
+    other.write_text(FAKE_PYTHON.replace("${VERSION:-3.11}", "3.12"))
+    other.chmod(0o755)
+    chosen = fake_env | {"PYTHON": fake_env["MEGARL_PYTHON"]}
+    del chosen["MEGARL_PYTHON"]
+    assert "new environment" in install(checkout, **chosen).stdout
+    assert "new environment" in install(checkout, **chosen | {"MEGARL_PYTHON": str(other)}).stdout  # it goes first
+    del chosen["PYTHON"]
+    assert install(checkout, **chosen).stdout == ""  # any supported Python will do
+    assert (checkout / ".venv/bin/python").read_text() == other.read_text()
+
+
+@pytest.mark.parametrize(("platform", "first"), [("cpu", "3.11"), ("cuda", "3.12")])
+def test_finds_an_interpreter(checkout: Path, fake_env: dict[str, str], platform: str, first: str) -> None:
+    """GPU images have Python 3.12; on a CPU 3.11 is the one for which every index has torch."""
+    folder = checkout / "bin"
+    folder.mkdir()
+    for version in ("3.11", "3.12"):
+        python = folder / f"python{version}"
+        python.write_text(FAKE_PYTHON.replace("${VERSION:-3.11}", version).replace("3.11 (", f"{version} ("))
+        python.chmod(0o755)
+    found = {"MEGARL_PYTHON": "", "PATH": f"{folder}:{os.environ['PATH']}", "MEGARL_PLATFORM": platform}
+    assert f"install: Python {first} (stand-in) makes" in install(checkout, **fake_env | found).stdout
 
 
 def test_cuda_installs_its_own_list(checkout: Path, fake_env: dict[str, str]) -> None:
@@ -201,10 +240,15 @@ def test_names_packages_that_do_not_import(checkout: Path, fake_env: dict[str, s
 
 
 def test_missing_python_or_venv_names_the_remedy(checkout: Path, fake_env: dict[str, str]) -> None:
-    done = install(checkout, **fake_env | {"PYTHON": "/bin/false"})
-    assert done.returncode == 1 and "PYTHON=/bin/false is not a Python 3.11" in done.stderr
-    done = install(checkout, **fake_env | {"NO_VENV": "1"})
-    assert done.returncode == 1 and "apt-get install python3.11-venv" in done.stderr
+    for name in ("MEGARL_PYTHON", "PYTHON"):
+        environment = {key: value for key, value in fake_env.items() if key != "MEGARL_PYTHON"}
+        done = install(checkout, **environment | {name: "/bin/false"})
+        assert done.returncode == 1 and "/bin/false is not a Python 3.11 or 3.12; set MEGARL_PYTHON" in done.stderr
+    for version in ("3.10", "3.13"):
+        done = install(checkout, **fake_env | {"VERSION": version})
+        assert done.returncode == 1 and "is not a Python 3.11 or 3.12" in done.stderr
+    done = install(checkout, **fake_env | {"NO_VENV": "1", "VERSION": "3.12"})
+    assert done.returncode == 1 and "apt-get install python3.12-venv" in done.stderr
     assert not (checkout / ".venv").exists()
     done = install(checkout, **fake_env | {"MEGARL_PLATFORM": "tpu"})
     assert done.returncode == 1 and "cpu or cuda, not 'tpu'" in done.stderr

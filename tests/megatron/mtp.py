@@ -1,4 +1,4 @@
-"""Multi-token prediction layers for transformers' DeepSeek-V3 and GLM-4.5, which lack them: section 2.2 of DeepSeek's
+"""Multi-token prediction layers for transformers' DeepSeek and GLM models, which lack them: section 2.2 of DeepSeek's
 report (arXiv:2412.19437) in torch."""
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ def add_layers(model: Any) -> None:
     Names are those of the published checkpoints."""
     config, first_layer = model.config, model.config.num_hidden_layers
     norm, hidden = type(model.model.norm), model.config.hidden_size
+    for name, kind in {"indexer_types": "full", "mlp_layer_types": "sparse"}.items():  # of each layer
+        if getattr(config, name, None) is not None:
+            setattr(config, name, [*getattr(config, name), *[kind] * config.num_nextn_predict_layers])
     for number in range(config.num_nextn_predict_layers):
         layer = type(model.model.layers[-1])(config, first_layer + number)
         layer.enorm, layer.hnorm = norm(hidden, config.rms_norm_eps), norm(hidden, config.rms_norm_eps)

@@ -1,7 +1,8 @@
 """One layout: forward, loss, every gradient and one optimizer step of each family compared with transformers and torch.
 
 Arguments: layout (tp=2,ep=2), family:role (separated by blanks), folder for checkpoints. A layout may include flags
-(tp=2,overlap,recompute). family:role@pp=2 has its own layout, as a critic can. Prints the largest differences.
+(tp=2,overlap,recompute; dsa for Megatron's module of sparse attention). family:role@pp=2 has its own layout, as a
+critic can. Prints the largest differences.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ torch.set_num_threads(1)
 import reference  # noqa: E402
 import replay  # noqa: E402
 import sampling_masks  # noqa: E402
+import sparse_indices  # noqa: E402
 import tiny  # noqa: E402
 
 from megarl.algorithms.losses import bradley_terry  # noqa: E402
@@ -32,6 +34,7 @@ from megarl.controllers.controller import load_requirements  # noqa: E402
 from megarl.models.activation_memory import micro_batches_in_flight  # noqa: E402
 from megarl.models.layout_algebra import shard, unshard  # noqa: E402
 from megarl.models.memory import plan_memory  # noqa: E402
+from megarl.models.registry import family_of  # noqa: E402
 from megarl.parallel import ranks as parallel_ranks  # noqa: E402
 from megarl.parallel.host_copy import tensor_bytes  # noqa: E402
 from megarl.types import ModelOutput, SamplingMask, TokenLoss, TrainBatch  # noqa: E402
@@ -52,6 +55,9 @@ def preference_loss(output: ModelOutput, batch: TrainBatch) -> TokenLoss:
     assert output.scores is not None
     return bradley_terry(output.scores, batch.cu_seqlens, batch.group)
 
+
+REPLAYED = ("qwen3_moe", "deepseek_v3", "deepseek_v2", "minimax_m2", "ernie4_5_moe", "gpt_oss")
+"""Families whose routing replay is compared with transformers: one for each of its routers."""
 
 LOSSES = {"actor": policy_loss, "critic": value_loss, "reward_model": preference_loss}
 
@@ -125,7 +131,8 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
             ],
         }
     if layout.get("vpp", 1) > 1:
-        tiny.HF[family]["num_hidden_layers"] = layout["pp"] * layout["vpp"]
+        period = tiny.HF[family].get("index_topk_freq", 1)  # of layers that share indices, which parts cannot
+        tiny.HF[family]["num_hidden_layers"] = layout["pp"] * layout["vpp"] * period
     elif layout.get("pp", 1) > 1 and tiny.HF[family]["num_hidden_layers"] == 3:
         # Three layers split unevenly, which gives a stage without experts.
         megatron["num_layers_in_first_pipeline_stage"] = 1
@@ -134,7 +141,8 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
         train["mtp_loss_coef"] = 0.3
     trainer = reference.Trainer(family, role, train.get("mtp_loss_coef", 0.0))
     weights = {name: tensor.clone() for name, tensor in trainer.tensors().items()}
-    weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
+    embedding = f"{family_of(tiny.HF[family]).embedding_name}.weight"
+    weights.setdefault("lm_head.weight", weights[embedding])
 
     def build(budget: int = 26) -> Any:
         overrides = {"train": {"max_tokens_per_gpu": budget, **train}, "model": {"megatron": megatron}}
@@ -234,12 +242,18 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
 
     if family == "qwen3_moe" and role == "actor":
         result |= aux_losses(layout, weights)
-    if role == "actor" and family in ("qwen3_moe", "deepseek_v3", "deepseek_v2"):
+    if role == "actor" and family in REPLAYED:
         uneven = {name: value for name, value in megatron.items() if not name.startswith("recompute")}
         actual = replay.check(
             family, layout, uneven, RANKS, lambda model: gather(model, shard_of_gradient(model), True)
         )
         result |= {f"replay {name}": value for name, value in actual.items()}
+    if role == "actor" and family in sparse_indices.FAMILIES:
+        uneven = {name: value for name, value in megatron.items() if not name.startswith("recompute")}
+        actual = sparse_indices.check(
+            family, layout, uneven, RANKS, lambda model: gather(model, shard_of_gradient(model), True)
+        )
+        result |= {f"indices {name}": value for name, value in actual.items()}
     if role == "actor" and family in sampling_masks.FAMILIES:
         without_recompute = {name: value for name, value in megatron.items() if not name.startswith("recompute")}
         actual = sampling_masks.check(
@@ -397,7 +411,8 @@ def with_transformer_engine_flags(set_flags: Any) -> Any:
             elif "_down_proj" in name:
                 tensor.tensor_model_parallel = True  # type: ignore[attr-defined]
         changed = set_flags(tensors_by_name, table)
-        assert all(name in changed for name in tensors_by_name if ".mlp.experts." in name or "_down_proj" in name)
+        wrong_flags = (".mlp.experts.", "_down_proj", "softmax_offset")  # Megatron never flags the last, the sinks
+        assert all(name in changed for name in tensors_by_name if any(part in name for part in wrong_flags))
         return changed
 
     return set_flags_after_reset
@@ -408,6 +423,8 @@ if __name__ == "__main__":
 
     norm_counting.set_flags = with_transformer_engine_flags(norm_counting.set_flags)
     layout, OPTIONS = parse_layout(sys.argv[1]), sys.argv[1].split(",")
+    if "dsa" in OPTIONS:
+        sparse_indices.use_megatron_module()
     RANKS = parallel_ranks.initialize(tiny.config(**layout).parallel, timeout_s=120)
     results = {}
     for item in sys.argv[2].split():

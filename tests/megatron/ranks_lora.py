@@ -40,7 +40,10 @@ class Reference:
         self.buffers = dict(self.model.named_buffers())
         self.factors: Tensors = {}
         generator = torch.Generator().manual_seed(4)
+        without = (".indexer.", ".kv_b_proj.") if hasattr(self.model.config, "index_topk") else ()
         for name in filter(lambda name: has_adapter(name, targets), self.base):
+            if any(part in name for part in without):
+                continue
             rows, columns = self.base[name].shape
             _, a, b = factor_names(name)
             if a not in self.factors:
@@ -130,6 +133,11 @@ def join_experts(tensors: Tensors) -> Tensors:
             result[name] = tensor
     for prefix, stack in stacks.items():
         count = len({name_suffix.partition(".")[0] for name_suffix in stack})
+        if "0.gate_up_proj.weight" in stack:  # gpt-oss
+            for name in ("gate_up_proj", "down_proj"):
+                result[f"{prefix}.experts.{name}"] = torch.stack([stack[f"{e}.{name}.weight"].T for e in range(count)])
+                result[f"{prefix}.experts.{name}_bias"] = torch.stack([stack[f"{e}.{name}.bias"] for e in range(count)])
+            continue
         gate_up_pairs = [
             torch.cat([stack[f"{e}.gate_proj.weight"], stack[f"{e}.up_proj.weight"]]) for e in range(count)
         ]

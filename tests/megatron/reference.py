@@ -90,16 +90,18 @@ class Trainer:
 
     def step(self, batch: TrainBatch, lr: float, max_norm: float, **adam: Any) -> tuple[float, float]:
         """Returns the loss and the gradient's norm before clipping."""
-        params = [p for name, p in self.model.named_parameters() if self.head is None or name != "lm_head.weight"]
+        named = {n: p for n, p in self.model.named_parameters() if self.head is None or n != "lm_head.weight"}
         if self.head is not None:
-            params.append(self.head)
+            named[HEAD] = self.head
+        params = list(named.values())
         loss = self.loss(batch)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(params, max_norm)
         decay = adam.pop("weight_decay")
+        is_decayed = {n: p.ndim > 1 and not n.endswith("_bias") for n, p in named.items()}  # ..._bias: of all experts
         groups = [
-            {"params": [p for p in params if p.ndim > 1], "weight_decay": decay},
-            {"params": [p for p in params if p.ndim == 1], "weight_decay": 0.0},
+            {"params": [p for n, p in named.items() if is_decayed[n]], "weight_decay": decay},
+            {"params": [p for n, p in named.items() if not is_decayed[n]], "weight_decay": 0.0},
         ]
         torch.optim.AdamW(groups, lr=lr, **adam).step()
         return float(loss), float(norm)
@@ -108,11 +110,12 @@ class Trainer:
         tree = {
             name: (p.grad if p.grad is not None else torch.zeros_like(p)) if grads else p.detach()
             for name, p in self.model.named_parameters()
+            if p.requires_grad or not grads
         }
         if not grads:
             saved = self.model.state_dict()  # without buffers that no checkpoint has
             tree |= {name: buffer for name, buffer in self.model.named_buffers() if name in saved}
-        result = tiny.split_experts(tree)
+        result = tiny.checkpoint_tensors(self.model, tree)
         if self.head is not None:
             result[HEAD] = self.head.grad if grads else self.head.detach()  # type: ignore[assignment]
         return result

@@ -23,7 +23,8 @@ def policy_loss(output: ModelOutput, batch: TrainBatch) -> TokenLoss:
 
 
 def gates(model: Any) -> list[Any]:
-    return [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+    routers = (getattr(layer.mlp, "gate", None) or getattr(layer.mlp, "router", None) for layer in model.model.layers)
+    return [router for router in routers if router is not None]
 
 
 def model_routing(model: Any, batch: TrainBatch) -> torch.Tensor:
@@ -48,14 +49,17 @@ def force_routing(model: Any, routing: torch.Tensor) -> Iterator[None]:
         rows = iter(chosen.long())
         local = gate.forward
 
-        def choose(self: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            _, _, indices = local(hidden)
+        def choose(self: Any, hidden: torch.Tensor, *bias: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            _, _, indices = local(hidden, *bias)
             stacked = torch.stack([next(rows) for _ in range(len(indices))])
             indices = torch.where(stacked < 0, indices, stacked)
             logits = hidden.view(-1, hidden.shape[-1]) @ self.weight.T
-            scores = logits.sigmoid() if hasattr(self, "e_score_correction_bias") else logits.softmax(-1)
+            if hasattr(self, "bias"):  # gpt-oss
+                logits = logits + self.bias
+                return logits, logits.gather(1, indices).softmax(-1), indices
+            scores = logits.sigmoid() if bias or hasattr(self, "e_score_correction_bias") else logits.softmax(-1)
             weights = scores.gather(1, indices)
-            if getattr(self, "norm_topk_prob", False):
+            if getattr(self, "norm_topk_prob", bool(bias) or hasattr(self, "moe_statics")):
                 weights = weights / weights.sum(-1, keepdim=True)
             return logits, weights * getattr(self, "routed_scaling_factor", 1.0), indices
 

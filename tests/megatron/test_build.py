@@ -22,6 +22,7 @@ import pytest
         ("window", ["model.megatron.window_size", "config.json determines"]),
         ("fused router", ["model.megatron.moe_router_fusion"]),
         ("dropout", ["model.megatron.attention_dropout", "soft cap"]),
+        ("fused biases", ["model.megatron.bias_activation_fusion", "gate and up in turn"]),
     ],
 )
 def test_refuses_invalid_config_with_remedy(units: dict[str, Any], case: str, words: list[str]) -> None:
@@ -31,3 +32,8 @@ def test_refuses_invalid_config_with_remedy(units: dict[str, Any], case: str, wo
 
 def test_accepts_megatron_fields(units: dict[str, Any]) -> None:
     assert units["config_errors"]["accepted"] == "no error"
+
+
+def test_megatron_logs_no_advice(units: dict[str, Any]) -> None:
+    """Models are built, trained and saved without the warnings that Megatron-Core logs for trainers' authors."""
+    assert units["megatron_log"] == []

@@ -30,6 +30,8 @@ MODELS = [
     f"qwen3_moe:critic:{EXPERTS}@tp=2,etp=2",  # the head is the only trained dense parameter
     "deepseek_v3:actor@tp=2,ep=2",
     "deepseek_v3:critic@cp=2",
+    "gpt_oss:actor@tp=2,ep=2",
+    "deepseek_v32:actor@tp=2",
     "qwen3_next:actor@tp=2",
     f"deepseek_v3:actor:{EXPERTS}@pp=2",  # the first stage is a dense layer without trained parameters
 ]

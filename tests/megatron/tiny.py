@@ -125,6 +125,25 @@ HF["kimi_k2"] = HF["deepseek_v3"] | dict(
         mscale_all_dim=1.0,
     ),
 )
+HF["gpt_oss"] = dict(
+    COMMON,
+    architectures=["GptOssForCausalLM"],
+    head_dim=16,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    sliding_window=6,
+    swiglu_limit=0.4,  # low, so that the clamps matter
+    tie_word_embeddings=False,
+    rope_parameters=dict(
+        rope_type="yarn",
+        rope_theta=150000.0,
+        factor=8.0,
+        original_max_position_embeddings=32,
+        beta_fast=2.0,
+        beta_slow=1.0,
+        truncate=False,
+    ),
+)
 HF["qwen3_next"] = dict(
     COMMON,
     architectures=["Qwen3NextForCausalLM"],
@@ -160,48 +179,160 @@ HF["qwen3_5"]["tie_word_embeddings"] = True
 HF["deepseek_v3_mtp"] = HF["deepseek_v3"] | dict(num_nextn_predict_layers=2)
 HF["glm4_moe_mtp"] = HF["glm4_moe"] | dict(num_nextn_predict_layers=1)
 
+
+# index_topk is below the length of the longer sequences; with many heads, ReLU leaves no keys with equal scores.
+SPARSE: dict[str, Any] = dict(index_topk=6, index_head_dim=16, index_n_heads=16)
+HF["deepseek_v32"] = HF["deepseek_v3"] | SPARSE | dict(architectures=["DeepseekV32ForCausalLM"])
+HF["glm_moe_dsa"] = HF["deepseek_v3"] | SPARSE | dict(architectures=["GlmMoeDsaForCausalLM"])
+HF["glm_moe_dsa"] |= dict(num_hidden_layers=4, index_topk_freq=2, index_skip_topk_offset=1)
+HF["glm_moe_dsa"] |= dict(indexer_rope_interleave=True)
+HF["glm_moe_dsa_mtp"] = HF["glm_moe_dsa"] | dict(num_nextn_predict_layers=1)
 # Scaled rotary embeddings, whose sequences here are longer than the original length.
 YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=16.0, original_max_position_embeddings=12, beta_fast=2.0)
 HF["qwen3_yarn"] = HF["qwen3"] | dict(rope_parameters=YARN | dict(truncate=False, mscale=1.0, mscale_all_dim=0.5))
 HF["glm4_moe_mtp"]["rope_parameters"] = YARN
 HF["deepseek_llm"]["rope_parameters"] = dict(rope_type="linear", rope_theta=10000.0, factor=4.0)
+HF["minimax_m2"] = dict(
+    COMMON,
+    architectures=["MiniMaxM2ForCausalLM"],
+    intermediate_size=24,
+    head_dim=16,
+    rotary_dim=8,
+    use_qk_norm=True,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    use_routing_bias=True,
+    scoring_func="sigmoid",
+    tie_word_embeddings=False,
+    rope_theta=10000.0,
+)
+
+HF["glm4_moe_lite"] = HF["deepseek_v3"] | dict(
+    architectures=["Glm4MoeLiteForCausalLM"],
+    rms_norm_eps=1e-5,  # as published; transformers does not apply it to the norms of the latents, see `hf_model`
+    num_hidden_layers=2,
+)
+HF["glm4_moe_lite_mtp"] = HF["glm4_moe_lite"] | dict(num_nextn_predict_layers=1)
+HF["mixtral"] = dict(
+    COMMON,
+    architectures=["MixtralForCausalLM"],
+    intermediate_size=24,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    tie_word_embeddings=False,
+    rope_theta=10000.0,
+)
+HF["ernie4_5_moe"] = dict(
+    COMMON,
+    architectures=["Ernie4_5_MoeForCausalLM"],
+    moe_num_experts=4,
+    moe_k=2,
+    moe_intermediate_size=24,
+    moe_num_shared_experts=2,
+    moe_layer_start_index=1,
+    tie_word_embeddings=True,
+    rope_theta=10000.0,
+)
+HF["ling2"] = dict(
+    COMMON,
+    architectures=["BailingMoeV2ForCausalLM"],
+    head_dim=16,
+    partial_rotary_factor=0.5,
+    use_qk_norm=True,
+    use_bias=False,
+    use_qkv_bias=False,
+    first_k_dense_replace=1,
+    num_experts=8,
+    num_shared_experts=1,
+    num_experts_per_tok=2,
+    n_group=4,
+    topk_group=1,
+    moe_intermediate_size=24,
+    moe_router_enable_expert_bias=True,
+    norm_topk_prob=True,
+    routed_scaling_factor=1.5,
+    router_dtype="fp32",
+    score_function="sigmoid",
+    tie_word_embeddings=False,
+    rope_theta=10000.0,
+)
 
 AUX_LOSSES = dict(moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.5, moe_z_loss_coeff=0.1)
 
 
 def hf_model(family: str) -> Any:
     """Return transformers' model in fp32 with seeded weights, and with norms and biases that are not ones and zeros."""
-    import transformers
-
-    values = {name: value for name, value in HF[family].items() if name != "architectures"}
-    config = getattr(transformers, HF[family]["architectures"][0]).config_class(**values)
+    config = hf_config(HF[family])
     config._attn_implementation = "eager"
     torch.manual_seed(0)
-    model = getattr(transformers, HF[family]["architectures"][0])(config).float().eval()
+    model = hf_class(HF[family])(config).float().eval()
     if HF[family].get("num_nextn_predict_layers"):
         import mtp
 
         mtp.add_layers(model)
+    set_latent_eps(model)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if "norm" in name or name.endswith("bias"):
+            if "norm" in name or name.endswith(("bias", "sinks")):
                 tensor.add_(0.1 * torch.randn(tensor.shape, generator=generator))
             elif name.endswith("A_log"):
                 tensor.sub_(3.0)  # decays of delta nets with which a state lasts for several tokens
     return model
 
 
+def family_names() -> list[str]:
+    """Return one of the names in `HF` for each architecture, the first."""
+    first: dict[str, str] = {}
+    for name, hf in HF.items():
+        first.setdefault(hf["architectures"][0], name)
+    return list(first.values())
+
+
+def hf_class(hf: dict[str, Any]) -> Any:
+    """Return transformers' class of a model; for Ling 2 the tests' own."""
+    import ling
+    import transformers
+
+    name = hf["architectures"][0]
+    return getattr(transformers, name, None) or getattr(ling, name)
+
+
+def hf_config(hf: dict[str, Any]) -> Any:
+    """Return the configuration object of a config.json."""
+    return hf_class(hf).config_class(**{name: value for name, value in hf.items() if name != "architectures"})
+
+
+def set_latent_eps(model: Any) -> Any:
+    """Give the norms of latents the epsilon of config.json, as SGLang and Megatron do; transformers has 1e-6."""
+    for name, module in model.named_modules():
+        if name.endswith("_a_layernorm"):
+            module.variance_epsilon = model.config.rms_norm_eps
+    return model
+
+
 def hf_tensors(model: Any) -> dict[str, torch.Tensor]:
     """Return the weights by their names in safetensors files, where each expert has its own tensors."""
-    return split_experts(model.state_dict())
+    return checkpoint_tensors(model, model.state_dict())
+
+
+def checkpoint_tensors(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return weights, or their gradients, as `save_pretrained` would write them, by the names in safetensors files."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return dict(revert_weight_conversion(model, tensors))
 
 
 def split_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Split transformers' stacked experts into one tensor each."""
     result: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
-        if name.endswith("experts.gate_up_proj"):
+        matrix = name.removesuffix("_bias")
+        if "experts." in name and f"{matrix}_bias" in tensors:  # gpt-oss, with gate and up in turn, and transposed
+            for e, part in enumerate(tensor):
+                expert = matrix.replace("experts.", f"experts.{e}.")
+                result[f"{expert}.weight" if name == matrix else f"{expert}.bias"] = part.T if name == matrix else part
+        elif name.endswith("experts.gate_up_proj"):
             for e, (gate, up) in enumerate(part.chunk(2) for part in tensor):
                 result[name.replace("gate_up_proj", f"{e}.gate_proj.weight")] = gate
                 result[name.replace("gate_up_proj", f"{e}.up_proj.weight")] = up
@@ -285,7 +416,10 @@ def shard_batch(batch: TrainBatch) -> TrainBatch:
     supported = (
         None if batch.sampling_mask is None else torch.tensor([len(record.ids) for record in batch.sampling_mask])
     )
-    sharding = BatchSharding(batch.lengths, torch.tensor(num_routed), owner, local, all_ranks, supported)
+    indexed = None
+    if batch.sparse_indices is not None:
+        indexed = torch.tensor([len(record) for record in batch.sparse_indices])
+    sharding = BatchSharding(batch.lengths, torch.tensor(num_routed), owner, local, all_ranks, supported, indexed)
     part = batch.select(local.tolist())
     return replace(part, group=batch.group, sequence_reward=batch.sequence_reward, sharding=sharding)
 

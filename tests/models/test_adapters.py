@@ -46,6 +46,8 @@ def test_adapts_all_linear_layers_by_default() -> None:
     mlps = {"mlp", "mlp.shared_experts", *(f"mlp.experts.{e}" for e in range(4))}
     expected = {f"self_attention.linear_{name}" for name in attention}
     assert latent == expected | {f"{module}.linear_fc{n}" for module in mlps for n in (1, 2)}
+    sparse = {name.partition(".")[2] for name in modules(adapted_weights(table("deepseek_v32"), ()))}
+    assert sparse == latent - {"self_attention.linear_kv_up_proj"}
 
 
 def test_selects_targets_by_name_and_parent() -> None:
@@ -68,7 +70,11 @@ def test_refuses_target_without_layers(target: str) -> None:
         adapter_params(table("qwen3_moe"), LoraConfig(rank=4, target_modules=("linear_proj", target)))
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5"])
+@pytest.mark.parametrize(
+    "family",
+    ["qwen2", "qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss", "deepseek_v32", "qwen3_next", "qwen3_5", "minimax_m2"]
+    + ["ling2"],
+)
 def test_merging_commutes_with_sharding(family: str) -> None:
     """On each of two ranks, the shard of W + s B A equals the merge of the shards of W, B and A."""
     generator, scale = torch.Generator().manual_seed(0), 2.5

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +35,16 @@ TINY = load_tiny()
 
 
 def masked_half(flops: Flops, length: int) -> float:
-    """Return the extra operations of eager attention, which computes all pairs and masks half of them."""
+    """Return the extra operations of eager attention, which computes all pairs and masks half of them, or more."""
     return (
-        (flops.attention_per_pair + flops.windowed_per_pair) * length**2
+        (flops.attention_per_pair + flops.windowed_per_pair + flops.indexed_per_pair) * length**2
         - flops.forward([length])
         + length * (flops.forward_per_token + flops.head_forward)
     )
 
 
 FAMILIES = ("qwen3_moe", "deepseek_v3", "deepseek_v2", "glm4_moe", "qwen3", "llama", "gemma2", "qwen3_next", "qwen3_5")
+FAMILIES += ("gpt_oss", "glm_moe_dsa", "minimax_m2", "glm4_moe_lite", "mixtral", "ernie4_5_moe")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -74,6 +76,7 @@ def test_flops_match_torch_within_one_percent(family: str, monkeypatch: pytest.M
     flops = model_flops(hf)
     masked = masked_half(flops, LENGTH)
     assert flops.forward([LENGTH]) + masked - recurrence == pytest.approx(counted["forward"], rel=0.01)
+    masked = masked_half(replace(flops, indexed_per_pair=0.0), LENGTH)
     assert flops.backward([LENGTH]) + 2 * (masked - recurrence) == pytest.approx(counted["backward"], rel=0.01)
 
 

@@ -82,11 +82,15 @@ def stage_counts(hf: dict[str, Any], head: bool = False, **sizes: int) -> list[E
         ),  # without the MTP layer, and with 58 router biases that the published count omits
         ("qwen3_235b.json", 235_093_634_560),
         ("qwen3_30b_a3b.json", 30_532_122_624),
+        ("gpt_oss_20b.json", 20_914_757_184),
+        ("gpt_oss_120b.json", 116_829_156_672),
         ("qwen3_next_80b_a3b.json", 79_674_391_296),
         ("qwen3.5_35b_a3b.json", 34_660_610_688),
         ("qwen3.5_397b_a17b.json", 396_346_350_336),
         ("qwen2.5_7b.json", 7_615_616_512),
         ("qwen2.5_0.5b.json", 494_032_768),
+        ("mixtral_8x7b.json", 46_702_792_704),
+        ("ernie4.5_21b.json", 21_825_437_888),
     ],
 )
 def test_counts_match_published_sizes(file: str, total: int) -> None:

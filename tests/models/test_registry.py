@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from safetensors import safe_open
 
 from megarl.config import ConfigError
+from megarl.models.fp8 import is_fp8, is_quantised
+from megarl.models.hf_folder import open_hf
 from megarl.models.registry import FAMILIES, family_of, load_hf_config, param_count
 
 pytestmark = pytest.mark.alone
@@ -53,6 +56,11 @@ YARN = {
     "mscale_all_dim": 0.7,
     "original_max_position_embeddings": 32,
 }
+HARMONIC = {  # gpt-oss's options
+    "sliding_window": 16,
+    "rope_parameters": {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 2.0, "truncate": False}
+    | {"original_max_position_embeddings": 32},
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -71,6 +79,8 @@ GLM = MOE | {
     "partial_rotary_factor": 0.5,
     "num_nextn_predict_layers": 0,
 }
+SPARSE = {"index_topk": 4, "index_head_dim": 8, "index_n_heads": 2}
+SHARING = {"index_topk_freq": 2, "index_skip_topk_offset": 1}
 V2 = MLA | {"topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": False, "n_group": 1, "topk_group": 1}
 GROUPS = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
 GEMMA2 = (
@@ -94,6 +104,13 @@ QWEN3_5_MOE = {
     key: value for key, value in (MOE | DELTA_NETS).items() if key not in ("intermediate_size", "norm_topk_prob")
 }
 QWEN3_5_MOE |= {"num_experts": 4, "shared_expert_intermediate_size": 12}
+ERNIE = SMALL | {
+    "moe_num_experts": 4,
+    "moe_k": 2,
+    "moe_intermediate_size": 8,
+    "moe_num_shared_experts": 1,
+    "moe_layer_start_index": 1,
+}
 MODELS = {
     "qwen2": ("Qwen2", SMALL),
     "qwen2 tied": ("Qwen2", SMALL | {"tie_word_embeddings": True}),
@@ -104,6 +121,7 @@ MODELS = {
     "qwen3_moe": ("Qwen3Moe", MOE | {"head_dim": 8, "num_experts": 4}),
     "glm4_moe": ("Glm4Moe", GLM),
     "glm4_moe with norms": ("Glm4Moe", GLM | {"attention_bias": False, "use_qk_norm": True}),
+    "gpt_oss": ("GptOss", SMALL | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2} | HARMONIC),
     "qwen3_next": ("Qwen3Next", QWEN3_5_MOE | {"intermediate_size": 24, "norm_topk_prob": True}),
     "qwen3_5_moe": ("Qwen3_5Moe", QWEN3_5_MOE),
     "qwen3_5": ("Qwen3_5", DELTA_NETS | {"tie_word_embeddings": True}),
@@ -112,29 +130,43 @@ MODELS = {
     "deepseek_v2 with groups": ("DeepseekV2", V2 | GROUPS),
     "deepseek_v3": ("DeepseekV3", MLA | {"rope_parameters": YARN}),
     "deepseek_v3 without q_lora": ("DeepseekV3", MLA | {"q_lora_rank": None}),
+    "ernie4_5_moe tied": ("Ernie4_5_Moe", ERNIE | {"tie_word_embeddings": True, "moe_num_shared_experts": 0}),
+    "deepseek_v32": ("DeepseekV32", MLA | SPARSE | {"rope_parameters": YARN}),
+    "glm_moe_dsa": ("GlmMoeDsa", MLA | SPARSE | {"indexer_rope_interleave": True, "rms_norm_eps": 1e-5}),
+    "glm_moe_dsa sharing": ("GlmMoeDsa", MLA | SPARSE | SHARING | {"indexer_rope_interleave": True}),
+}
+MODELS |= {
+    name: (tiny.HF[name]["architectures"][0].removesuffix("ForCausalLM"), tiny.HF[name])
+    for name in tiny.family_names()
+    if name not in MODELS and name != "ling2"  # which transformers does not have
 }
 
 
 def hf_of(name: str, **changes: Any) -> dict[str, Any]:
     family, values = MODELS[name]
-    return {"architectures": [f"{family}ForCausalLM"], **values, **changes}
+    return {**values, "architectures": [f"{family}ForCausalLM"], **changes}
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_table_lists_the_tensors_that_transformers_writes(name: str, tmp_path: Path) -> None:
     import transformers
 
-    family, values = MODELS[name]
-    model_class = getattr(transformers, f"{family}ForCausalLM")
-    model_class(model_class.config_class(**values)).save_pretrained(tmp_path)
+    family, _ = MODELS[name]
+    config = tiny.hf_config(hf_of(name))
+    getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(tmp_path)
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
         written = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}
     hf = load_hf_config(tmp_path)  # as transformers 5 writes it
-    names = [tensor for param in family_of(hf).params(hf, 1) for tensor in param.hf]
-    assert len(names) == len(written)
-    assert {tensor.name: tensor.shape for tensor in names} == written
-    if "experts" in str(written):
-        assert written["model.layers.1.mlp.experts.3.gate_proj.weight"] == (8, 16)  # one tensor per expert, not stacked
+    tensors = [tensor for param in family_of(hf).params(hf, 1) for tensor in param.hf]
+    weights = open_hf(tmp_path)
+    weights.check(hf)  # also the shapes of stacks
+    views = {tensor.name: weights.view(tensor.name) for tensor in tensors}
+    names = [tensor.name if (view := views[tensor.name]) is None else view.name for tensor in tensors]
+    assert set(names) == written.keys()
+    assert {tensor.name: tensor.shape for tensor in tensors if views[tensor.name] is None}.items() <= written.items()
+    if "experts" in str(written) and not any(views.values()):
+        # One tensor per expert, not stacked.
+        assert any(name.startswith("model.layers.1.") and ".experts.3." in name for name in written)
     # The config that we write by hand in these tests means the same model.
     assert family_of(hf).params(hf, 2) == family_of(hf_of(name)).params(hf_of(name), 2)
     actual = family_of(hf).megatron_config(hf)
@@ -149,7 +181,7 @@ def test_megatron_accepts_the_config(name: str) -> None:
     hf = hf_of(name)
     values = family_of(hf).megatron_config(hf)
     config = (MLATransformerConfig if values.get("multi_latent_attention") else TransformerConfig)(**values)
-    assert config.num_layers == 3 and config.hidden_size == 16
+    assert config.num_layers == hf["num_hidden_layers"] and config.hidden_size == hf["hidden_size"]
     assert config.normalization == "RMSNorm" and config.gated_linear_unit
 
 
@@ -476,6 +508,7 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3", "a
         ("deepseek_v3", {"topk_method": "greedy"}, "topk_method='greedy'"),
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=False"),
         ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq=2"),
+        ("deepseek_v3", {"v_head_dim": 13}, r"v_head_dim=13 above qk_nope_head_dim \+ qk_rope_head_dim = 12"),
         ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads=2"),
         ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob=False with num_experts_per_tok=2"),
         ("deepseek_v3", {"num_experts_per_tok": 4}, "num_experts_per_tok=4 with topk_group=1"),
@@ -523,6 +556,30 @@ def test_unknown_architecture_error_lists_known_ones() -> None:
     assert family_of({"model_type": "qwen2"}).architecture == "Qwen2ForCausalLM"
 
 
+@pytest.mark.parametrize(
+    ("architecture", "values", "nearest"),
+    [
+        ("Qwen9MoeForCausalLM", MOE | {"num_experts": 4}, "Qwen3MoeForCausalLM"),
+        ("Qwen9MoeForCausalLM", {}, "Qwen3MoeForCausalLM"),
+        ("Llama9ForCausalLM", SMALL, "LlamaForCausalLM"),
+        ("Gemma9ForCausalLM", SMALL, "Gemma2ForCausalLM"),
+        ("DeepstarForCausalLM", MLA, "DeepseekV"),  # experts and latent attention count more than the name
+        ("DeepseekV3OtherForCausalLM", MLA, "DeepseekV3ForCausalLM"),
+        ("Qwen2OtherForConditionalGeneration", SMALL, "Qwen2ForCausalLM"),
+        ("BertModel", SMALL, None),
+        ("MambaForCausalLM", {}, None),
+    ],
+)
+def test_unknown_architecture_error_names_the_nearest_table(
+    architecture: str, values: dict[str, Any], nearest: str | None
+) -> None:
+    with pytest.raises(ConfigError, match=f"^no model family for the architecture {architecture}") as error:
+        family_of(values | {"architectures": [architecture], "model_type": "other"})
+    expected = f"{architecture}; known" if nearest is None else f"(nearest is {nearest}"
+    assert expected in str(error.value)
+    assert nearest is None or "; see megarl/models/README.md); known: Qwen2ForCausalLM, " in str(error.value)
+
+
 def test_load_hf_config_reads_folder_or_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no config.json in"):
         load_hf_config(tmp_path)
@@ -537,3 +594,15 @@ def test_load_hf_config_reads_folder_or_file(tmp_path: Path) -> None:
         load_hf_config(file)
     file.write_text(json.dumps(SMALL))
     assert load_hf_config(file) == load_hf_config(tmp_path) == SMALL
+
+
+def test_reads_the_quantization_of_minimax_m2() -> None:
+    """As published: E4M3 under PyTorch's name, and the router and the head in their own dtypes."""
+    excluded = ["gate", "e_score_correction_bias", "lm_head"]
+    hf = tiny.HF["minimax_m2"] | {
+        "quantization_config": FP8 | {"fmt": "float8_e4m3fn", "modules_to_not_convert": excluded}
+    }
+    assert is_fp8(hf)
+    quantised = {param.hf[0].name for param in family_of(hf).params(hf, 1) if is_quantised(param)}
+    assert "model.layers.0.block_sparse_moe.experts.1.w2.weight" in quantised
+    assert not any(name.endswith(("gate.weight", "norm.weight", "_bias", "lm_head.weight")) for name in quantised)

@@ -137,7 +137,11 @@ def test_sglang_keeps_supported_layouts_and_reports_the_rest() -> None:
         ), item
 
 
-@pytest.mark.parametrize("model", ["qwen3_moe", "deepseek_v2", "glm4_moe", "qwen2_moe"])
+@pytest.mark.parametrize(
+    "model",
+    ["qwen3_moe", "deepseek_v2", "glm4_moe", "gpt_oss", "qwen2_moe"]
+    + ["minimax_m2", "glm4_moe_lite", "ernie4", "bailing_moe"],
+)
 def test_all_families_use_the_same_expert_layer(model: str) -> None:
     """A verdict on one family therefore holds for all. GLM-4.5 has its own file; Kimi K2 uses DeepSeek-V3's,
     and Qwen3-Next and Qwen3.5 use Qwen2-MoE's."""

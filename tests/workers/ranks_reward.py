@@ -140,16 +140,15 @@ def main() -> None:
     ranks.shutdown()
 
 
-def all_too_slow() -> tuple[Any, bool]:
-    """Score 20 slow rollouts on each rank; return the error and whether it came within 20 s."""
+def all_too_slow() -> Any:
+    """Score 20 slow rollouts on each rank; return the error."""
     many_rollouts = [
         replace(ROLLOUTS[0], turns=tuple(map(replace, ROLLOUTS[0].turns)), group=number) for number in range(40)
     ]
     local = list(range(JOB.rank, 40, 2))
     rollouts = Rollouts.gather([many_rollouts[number] for number in local], local, row_exchange.WorldComm())
-    start = time.monotonic()
     slow = RewardConfig(("toy_rewards:sleeps", "toy_rewards:length"), timeout=1.5, processes=2)
-    return try_scoring(slow, rollouts=rollouts), time.monotonic() - start < 20
+    return try_scoring(slow, rollouts=rollouts)
 
 
 def score_environment(reward: RewardConfig, env_rewards: Any, spec: str = "toy_environments:Guess") -> Any:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from megarl.engine.engine_protocol import Generation
-from megarl.rollout.partial_rollouts import PartialRollout
+from megarl.rollout.partial_rollouts import PartialRollout, num_recorded
 from megarl.rollout.session_server.requests import Digest, extend_digest
 from megarl.rollout.session_server.responses import Choice
 from megarl.types import Ids, Message, Prompt, SamplingMask, Status, Turn
@@ -78,12 +78,14 @@ class Node:
 
     @property
     def num_routed(self) -> int:
-        """Number of leading tokens along the path with known routing.
+        """Number of leading tokens along the path with known routing or sparse attention indices.
 
         Answers to the same context each record its routing, because each request ran it.
         """
-        routings = [node.generation.routing for node in self.path() if node.generation is not None]
-        return sum(len(routing) for routing in routings if routing is not None)
+        known = 0
+        for answer in (node.generation for node in self.path() if node.generation is not None):
+            known = num_recorded(known, answer.routing, answer.sparse_indices)
+        return known
 
 
 class TokenTree:
@@ -210,12 +212,14 @@ class TokenTree:
 def _make_partial(path: Sequence[Node], nodes: Sequence[Node], prompt: Prompt, seed: int) -> PartialRollout:
     """Convert a path to a conversation. `nodes` lists the answers that are actions."""
     actions = {node: node.generation for node in nodes if node.generation is not None}
-    routing, num_routed = [], 0
+    routing, indices, num_routed = [], [], 0
     for node in path:
-        if node.generation is not None and node.generation.routing is not None:
-            assert node.num_routed_before == num_routed, "the records of a path are consecutive"
-            routing.append(node.generation.routing)
-            num_routed += len(node.generation.routing)
+        if (answer := node.generation) is None or (answer.routing is None and answer.sparse_indices is None):
+            continue
+        assert node.num_routed_before == num_routed, "the records of a path are consecutive"
+        num_routed = num_recorded(num_routed, answer.routing, answer.sparse_indices)
+        routing += [] if answer.routing is None else [answer.routing]
+        indices += [] if answer.sparse_indices is None else [answer.sparse_indices]
     leaf, sampled = path[-1], list(actions.values())
     status: Status = leaf.end_reason or ("length" if sampled[-1].finish_reason == "length" else "stop")
     masks = [
@@ -229,6 +233,7 @@ def _make_partial(path: Sequence[Node], nodes: Sequence[Node], prompt: Prompt, s
         turns=tuple(actions[node].to_turn() if node in actions else Turn(node.ids) for node in path),
         messages=tuple(message for node in path for message in node.messages),
         routing=tuple(routing),
+        sparse_indices=tuple(indices),
         sampling_masks=tuple(masks) if has_masks else (),
         num_turn_tokens=len(leaf.ids),
         is_turn_complete=True,

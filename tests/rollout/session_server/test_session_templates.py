@@ -76,5 +76,5 @@ def test_conversation_in_each_model_familys_format(name: str, truncated: bool) -
     assert texts[1] == lines[0] and texts[2] == family.observation and texts[3] == lines[1] and texts[5] == lines[2]
     assert texts[4].count("Sure?") == 1 and requests[2] == "".join(texts[:5])
     if truncated:
-        assert texts[4].startswith(family.after_call if name != "glm" else "<|user|>")
+        assert texts[4].startswith("<|user|>" if name.startswith("glm") else family.after_call)
     assert recording.metrics.forks == 0 and [turn.is_action for turn in branch.turns] == [False, True] * 3
