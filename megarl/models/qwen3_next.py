@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megarl.config import ConfigError
+from megarl.config import ConfigError, strict
 from megarl.config.strict import PositiveInt
 from megarl.models import blocks, config_json
 from megarl.models.blocks import HEADS, norm, weight
@@ -63,6 +63,35 @@ def _is_linear(hf: HFConfig, layer: int) -> bool:
     else:
         interval = need(hf, "full_attention_interval")
     return bool((layer + 1) % interval)
+
+
+_MROPE = "mrope_section", "mrope_interleaved"
+
+
+def _without_mrope(hf: HFConfig) -> HFConfig:
+    """Return Qwen3.5's config.json without options for images, in which a token's three positions differ.
+
+    Raises ConfigError for those that SGLang does not accept.
+    """
+    blocks_by_name = {name: hf[name] for name in ("rope_scaling", "rope_parameters") if isinstance(hf.get(name), dict)}
+    for name, block in blocks_by_name.items():
+        if (section := block.get(_MROPE[0])) is None:
+            continue
+        strict.check_value(section, list[int], f"config.json: {name}.mrope_section")
+        pairs = blocks.head_dim(hf) * rope_options(hf)["partial_rotary_factor"] / 2
+        if len(section) != 3 or min(section) < 0 or sum(section) != pairs:
+            raise ConfigError(f"config.json: mrope_section={section} must be three numbers with the sum {pairs:g}")
+        config_json.require_default_rope(hf, "SGLang scales rotary embeddings with mrope_section in another class")
+    cleaned = {name: {k: v for k, v in block.items() if k not in _MROPE} for name, block in blocks_by_name.items()}
+    return {**hf, **cleaned}
+
+
+def _check_3_5(hf: HFConfig) -> None:
+    _check(_without_mrope(hf), _FIELDS)
+
+
+def _check_3_5_moe(hf: HFConfig) -> None:
+    _check_moe(_without_mrope(hf))
 
 
 def _check(hf: HFConfig, fields: dict[str, Any]) -> None:
@@ -115,7 +144,7 @@ def _attention_config(hf: HFConfig) -> dict[str, Any]:
 
 
 def _moe_config(hf: HFConfig) -> dict[str, Any]:
-    _check_moe(hf)
+    _check_moe(_without_mrope(hf))
     # No layer has an MLP of intermediate_size, and Qwen3.5 does not have the key.
     sized = {"intermediate_size": need(hf, "moe_intermediate_size"), **hf}
     return {
@@ -139,7 +168,7 @@ def _extras(hf: HFConfig) -> Extras:
 
 
 def _dense_config(hf: HFConfig) -> dict[str, Any]:
-    _check(hf, _FIELDS)
+    _check_3_5(hf)
     return blocks.gqa_config(hf, qk_norm=True) | _attention_config(hf)
 
 
@@ -342,7 +371,7 @@ QWEN3_NEXT = Family(
 QWEN3_5_MOE = Family(
     "Qwen3_5MoeForCausalLM",
     "qwen3_5_moe_text",
-    _check_moe,
+    _check_3_5_moe,
     _moe_config,
     _gpt_kwargs,
     partial(_moe_layer, grouped=False),
@@ -355,7 +384,7 @@ QWEN3_5_MOE = Family(
 QWEN3_5 = Family(
     "Qwen3_5ForCausalLM",
     "qwen3_5_text",
-    partial(_check, fields=_FIELDS),
+    _check_3_5,
     _dense_config,
     _gpt_kwargs,
     _dense_layer,

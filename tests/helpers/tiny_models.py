@@ -365,7 +365,10 @@ def qwen3_next(seed: int = 0, **changes: Any) -> PreTrainedModel:
 
 
 def qwen3_5_moe(seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """With sections of rotary embeddings for images, as published."""
     settings = {name: value for name, value in _common(2).items() if name != "intermediate_size"} | DELTA_NET
+    rope = {**DELTA_NET["rope_parameters"], "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    settings["rope_parameters"] = rope
     return randomize(Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**(settings | changes))), seed)
 
 

@@ -170,6 +170,8 @@ HF["qwen3_5_moe"] = {
     for key, value in HF["qwen3_next"].items()
     if key not in ("intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
 } | dict(architectures=["Qwen3_5MoeForCausalLM"])
+MROPE = dict(mrope_section=[2, 1, 1], mrope_interleaved=True)  # without effect on text
+HF["qwen3_5_moe"]["rope_parameters"] = dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5) | MROPE
 HF["qwen3_5"] = {
     key: value for key, value in HF["qwen3_next"].items() if key in COMMON or "linear" in key or "full" in key
 } | dict(architectures=["Qwen3_5ForCausalLM"], head_dim=16, partial_rotary_factor=0.5, rope_theta=10000.0)

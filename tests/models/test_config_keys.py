@@ -282,7 +282,8 @@ def test_rope_keys_may_be_absent(name: str, block: dict[str, Any]) -> None:
         assert agrees_with_transformers(
             name, flat | {spelling: block | {"partial_rotary_factor": 0.25}, "partial_rotary_factor": 1.0}
         )
-        with pytest.raises(ConfigError, match=rf"{spelling}.mrope_section is not implemented; known: type, "):
+        problem = rf"{spelling}.mrope_section is not implemented; known: type, |mrope_section=\[1, 1\] must be three"
+        with pytest.raises(ConfigError, match=problem):
             model_of(flat | {spelling: block | {"mrope_section": [1, 1]}})
 
 
