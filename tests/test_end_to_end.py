@@ -247,7 +247,8 @@ def test_routing_replay_reduces_bf16_mismatch(
 def test_sparse_index_replay_reduces_bf16_mismatch(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
-    """Without experts, the trainer's choice of keys is all that bf16 can change."""
+    """Without experts, keys are all that rounding can change: the mean mismatch was 17 times as large without
+    replay, the 95th percentile 21 times."""
     monkeypatch.syspath_prepend(str(ROOT / "tests" / "rollout"))
     import tiny_models
 
@@ -261,7 +262,7 @@ def test_sparse_index_replay_reduces_bf16_mismatch(
     train(folder, tmp_path / "run", *overrides, host=host)
     rows = read_metrics(tmp_path / "run")
     for name in ("rollout/logprob_diff_mean", "rollout/logprob_diff_p95"):
-        assert 0 < rows[0][name] < 0.5 * rows[0][f"{name}_unreplayed"], (name, rows[0])
+        assert 0 < rows[0][name] < 0.2 * rows[0][f"{name}_unreplayed"], (name, rows[0])
         assert rows[1][name] < 2 * rows[0][name]
 
 
@@ -623,6 +624,26 @@ def test_hello_script_with_deepseek_lora_and_a_two_node_engine(tmp_path: Path, h
     check_export_of_lora(folder / "model", tmp_path / "hello")
     assert [path.name for path in (tmp_path / "hello" / "export").glob("tokenizer*")] == ["tokenizer.model"]
     assert {path.stem for path in (tmp_path / "hello" / "logs").glob("*.log")} == {"engine_0_node_0", "engine_0_node_1"}
+
+
+@pytest.mark.nightly
+def test_grpo_with_gated_delta_nets(tmp_path: Path, host: str) -> None:
+    """Conversations of two turns, so the engine goes on from states of delta nets that it has kept."""
+    folder = make_folder(tmp_path / "delta", "qwen3_next")
+    settings = [
+        "algorithm=grpo",
+        "run.num_rollout=2",
+        "rollout.tp=2",
+        "rollout.max_turns=2",
+        "rollout.max_new_tokens=8",
+    ]
+    settings += ["train.routing_replay=true", "rollout.verify_weights_every=1", "loss.entropy_coef=0.1"]
+    settings += ["actor_optimizer.lr=0.01", "run.export=true"]
+    train(folder, tmp_path / "run", *settings, host=host)
+    rows = read_steps(tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 2]
+    assert max(row["rollout/logprob_diff"] for row in rows) <= 1e-4
+    assert all(math.isfinite(row["actor/grad_norm"]) and row["actor/grad_norm"] > 0 for row in rows)
 
 
 def check_layouts(model: Path, log: str) -> None:

@@ -1,6 +1,6 @@
 """Make the quickstart's material: a tiny random MoE with a real tokenizer, and an arithmetic task with a calculator.
 
-    .venv/bin/python tools/make_quickstart.py OUT [--family qwen3_moe|deepseek_v3] [--seed N]
+    .venv/bin/python tools/make_quickstart.py OUT [--family qwen3_moe|deepseek_v3|qwen3_next] [--seed N]
 
 writes OUT/model (an HF folder of about 1 M parameters, fp32), OUT/sft.jsonl, OUT/train.jsonl and OUT/eval.jsonl.
 
@@ -31,7 +31,7 @@ VOCABULARY = 1024
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 ADDED = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 TOOL_SHARE = 0.35  # share of the demonstrations that call the tool
-FAMILIES = ("qwen3_moe", "deepseek_v3")
+FAMILIES = ("qwen3_moe", "deepseek_v3", "qwen3_next")
 MAX_PROBLEMS = 1_000_000  # problems of each kind; there are 8.7 million
 
 CHAT_TEMPLATE = """\
@@ -205,7 +205,14 @@ def make_tokenizer(examples: Conversations) -> Any:
 
 def make_model(family: str, eos_id: int, pad_id: int) -> Any:
     """Return a tiny randomly initialised model of the family, fp32, embeddings not tied. Seed torch before calling."""
-    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import (
+        DeepseekV3Config,
+        DeepseekV3ForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        Qwen3NextConfig,
+        Qwen3NextForCausalLM,
+    )
 
     common: dict[str, Any] = {
         "vocab_size": VOCABULARY,
@@ -227,6 +234,11 @@ def make_model(family: str, eos_id: int, pad_id: int) -> Any:
     if family == "qwen3_moe":
         qwen: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 64, "num_experts": 8, "norm_topk_prob": True}
         return Qwen3MoeForCausalLM(Qwen3MoeConfig(**common, **qwen))
+    if family == "qwen3_next":
+        delta: dict[str, Any] = {f"linear_num_{kind}_heads": count for kind, count in (("key", 2), ("value", 4))}
+        delta |= {f"linear_{kind}_head_dim": 32 for kind in ("key", "value")}
+        delta |= {"num_key_value_heads": 2, "head_dim": 64, "num_experts": 8, "shared_expert_intermediate_size": 64}
+        return Qwen3NextForCausalLM(Qwen3NextConfig(**common, **delta))
     # SGLang's MLA on CPU requires a yarn entry.
     yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 512}
     yarn.update({"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0})
@@ -255,6 +267,8 @@ def published_form(config: dict[str, Any]) -> dict[str, Any]:
     config["rope_scaling"] = None if rope["rope_type"] == "default" else {**rope, "type": rope["rope_type"]}
     if config["model_type"] == "qwen3_moe":
         config["num_experts"] = config.pop("num_local_experts")
+    elif config["model_type"] == "qwen3_next":
+        config.update({"full_attention_interval": 4, "partial_rotary_factor": rope["partial_rotary_factor"]})
     else:
         # Keys that SGLang reads and transformers does not write.
         config.update({"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"})

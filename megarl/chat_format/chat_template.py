@@ -440,6 +440,8 @@ class ChatTemplate:
     def _apply_template(
         self, messages: Sequence[Message], schemas: Sequence[dict[str, Any]] = (), generate: bool = False
     ) -> str:
+        if self.is_harmony:
+            messages = [harmony.with_thinking(message) for message in messages]
         try:
             return str(
                 self.tokenizer.apply_chat_template(

@@ -43,6 +43,14 @@ def strip_final_header(text: str) -> str:
     return _FINAL.sub("", text, count=1) if _FINAL.match(text) else text
 
 
+def with_thinking(message: Message) -> Message:
+    """Return the message with its reasoning in the field of these templates, which reject it beside text and a call."""
+    reasoning = message.get("reasoning_content")
+    if not reasoning or (message.get("tool_calls") and message.get("content")):
+        return message
+    return {**message, "thinking": reasoning}
+
+
 def is_reasoning_dropped(behind: Iterable[Message]) -> bool:
     """Return whether templates drop the reasoning of a turn that these messages follow: after its answer was read."""
     return any(message["role"] == "user" for message in behind)

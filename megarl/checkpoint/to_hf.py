@@ -31,7 +31,6 @@ from megarl.models.lora_tables import (
 
 _LAYER = re.compile(r"((?:decoder|mtp)\.layers)\.(\d+)\.(transformer_layer\.)?(.*)")
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(.*)")
-_FUSED_NAMES = {canonical: fused for fused, canonical in FUSED_NORMS.items()}
 
 
 class CheckpointParams:
@@ -118,7 +117,7 @@ def _candidate_locations(param: Param) -> Iterator[tuple[str, tuple[int, ...]]]:
     indices: tuple[int, ...] = ()
     if expert_of := _EXPERT.fullmatch(rest):
         rest, indices = f"mlp.experts.experts.{expert_of[2]}", (int(expert_of[1]),)
-    for name in (rest, *([_FUSED_NAMES[rest]] if rest in _FUSED_NAMES else [])):
+    for name in (rest, *(fused for fused, canonical in FUSED_NORMS.items() if canonical == rest)):
         yield f"{stack}.{inner}{name}", (number, *indices)
         yield f"{stack}.{number}.{inner}{name}", indices
 

@@ -64,8 +64,10 @@ def sparse_attention(
 
 def _requests(batch: Any) -> torch.Tensor:
     """Return the request of each token of a forward pass, as its row in the table of slots."""
-    requests = batch.req_pool_indices
-    if batch.forward_mode.is_extend() and batch.extend_seq_lens is not None:
+    requests: torch.Tensor = batch.req_pool_indices
+    mode: Any = getattr(batch, "forward_mode", None)
+    has_windows = mode is None or mode.is_target_verify() or mode.is_draft_extend_v2()  # of speculative decoding
+    if not has_windows and mode.is_extend():
         return torch.repeat_interleave(requests, batch.extend_seq_lens)
     return torch.repeat_interleave(requests, len(batch.out_cache_loc) // len(requests))
 
@@ -82,12 +84,12 @@ def _hide_sparse_backend() -> None:
 
     It would take attention backend, page size and cache from CUDA's DSA path.
     """
-    from sglang.srt.configs import model_config
+    from sglang.srt.configs import model_config as configs
     from sglang.srt.mem_cache import kv_cache_builder, kv_cache_configurator  # noqa: F401
     from sglang.srt.model_executor import pool_configurator  # noqa: F401
     from sglang.srt.models import deepseek_v2
 
-    is_dsa = model_config.is_deepseek_dsa
+    is_dsa = configs.is_deepseek_dsa
     # These assert or ask it of their own module.
     for name in (
         "get_dsa_index_topk",
@@ -96,9 +98,9 @@ def _hide_sparse_backend() -> None:
         "dsa_layer_skips_topk",
         "get_num_indexer_layers",
     ):
-        function = getattr(model_config, name)
+        function = getattr(configs, name)
         bound = FunctionType(
-            function.__code__, {**vars(model_config), "is_deepseek_dsa": is_dsa}, name, function.__defaults__
+            function.__code__, {**vars(configs), "is_deepseek_dsa": is_dsa}, name, function.__defaults__
         )
         for module in list(sys.modules.values()):
             if getattr(module, "__name__", "").startswith("sglang.") and vars(module).get(name) is function:
@@ -282,12 +284,17 @@ def install_record() -> None:
                 num_tokens=num_tokens,
                 max_batch_size=max(get_schedule().chunked_prefill_size, running),
                 num_layers=len(layers),
-                topk_size=index_topk,
+                topk_size=-(-index_topk // 2) if is_short else index_topk,
                 device=device,
                 name="indexer_topk",
+                device_topk_size=index_topk,
             )
+            self.topk_size = index_topk
             if is_short:
-                self.host_cache.buffer = self.host_cache.buffer.to(torch.int16)
+                self.host_cache.buffer = self.host_cache.buffer.view(torch.int16)[..., :index_topk]
+
+        def _get_local_slice(self, *args: Any) -> torch.Tensor:
+            return super()._get_local_slice(*args).to(self.host_cache.buffer.dtype)  # keeps the lower bits
 
         def capture(self, layer_id: int, topk_indices: torch.Tensor) -> None:
             if layer_id in self.rows:
@@ -319,5 +326,20 @@ def install_record() -> None:
         record = capturer.get_topk(req.kv.req_pool_idx, length, self.req_to_token_pool, min(start, length - 1))
         req.indexer_topk = record[: max(0, length - 1 - start)]
 
+    run, initialize = model_runner.ModelRunner.forward, model_runner.ModelRunner.init_indexer_capturer
+
+    def run_without_record_of_drafts(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run without the record in a draft model, which SGLang would write over the policy's."""
+        capturer = indexer_topk.get_global_indexer_capturer()
+        if capturer is None or not self.is_draft_worker:
+            return run(self, *args, **kwargs)
+        indexer_topk.set_global_indexer_capturer(None)
+        try:
+            return run(self, *args, **kwargs)
+        finally:
+            indexer_topk.set_global_indexer_capturer(capturer)
+
+    model_runner.ModelRunner.forward = run_without_record_of_drafts
+    model_runner.ModelRunner.init_indexer_capturer = lambda self: None if self.is_draft_worker else initialize(self)
     model_runner.create_indexer_capturer = create
     batch_result_processor.SchedulerBatchResultProcessor._maybe_collect_indexer_topk = collect

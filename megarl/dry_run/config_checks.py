@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megarl.checkpoint import disk_space
 from megarl.config import Config, ConfigError, DataConfig, LoraConfig, server_args
@@ -19,8 +20,10 @@ from megarl.data.loader import check_files, check_no_nan
 from megarl.engine import tool_calls
 from megarl.environments.catalog import COLUMN, load_catalog
 from megarl.models import megatron_fields
+from megarl.models.config_json import rope_options
 from megarl.models.family import HFConfig
 from megarl.models.hf_folder import check_target, open_hf
+from megarl.models.int4 import is_int4
 from megarl.models.layout_algebra import IndivisibleError
 from megarl.models.lora_tables import adapter_params
 from megarl.models.pipeline_stages import stage_layers
@@ -83,6 +86,8 @@ def check_training_layout(hf: HFConfig, config: Config) -> None:
         fits = ", ".join(str(n) for n in range(1, experts + 1) if experts % n == 0)
         raise ConfigError(f"{parallel.ep=} does not divide the model's {experts} experts; sizes that do: {fits}")
     stage_layers(int(settings["num_layers"]), parallel.pp, settings, parallel.vpp)
+    if any(settings.get("linear_attention_freq") or ()):
+        _check_delta_nets(settings, config)
     lora = config.lora
     if lora.rank == 0 and lora.target_modules:
         raise ConfigError("lora.target_modules is set, but lora.rank=0 trains all weights; set lora.rank")
@@ -90,6 +95,20 @@ def check_training_layout(hf: HFConfig, config: Config) -> None:
         raise ConfigError(f"{lora.rank=} is beyond the model's hidden_size={hidden}; no matrix has more ranks")
     if lora.rank:
         adapter_params(family.params(hf, parallel.tp, parallel.etp), lora)  # raises for a missing target
+
+
+def _check_delta_nets(settings: Mapping[str, Any], config: Config) -> None:
+    parallel, heads = config.parallel, int(settings["linear_num_key_heads"])
+    if heads % (parallel.tp * parallel.cp):
+        raise ConfigError(
+            f"parallel.tp={parallel.tp} x cp={parallel.cp} does not divide the model's linear_num_key_heads={heads}, "
+            "which Megatron's gated delta net distributes over both"
+        )
+    if config.train.deterministic:
+        raise ConfigError(
+            "train.deterministic=true, but Megatron's gated delta net has no deterministic kernel for packed "
+            "sequences; set it to false"
+        )
 
 
 def check_role_layout(hf: HFConfig, config: Config, role: str) -> None:
@@ -104,6 +123,13 @@ def check_role_layout(hf: HFConfig, config: Config, role: str) -> None:
 def check_engine(hf: HFConfig, config: Config) -> None:
     """Check that the model divides by the engines' tp and ep, and the engines' settings."""
     settings, tp, ep = family_of(hf).megatron_config(hf), config.rollout.tp, config.rollout.ep
+    adapters = adapter_params(family_of(hf).params(hf, 1), config.lora) if config.lora.rank else []
+    if is_int4(hf) and any(param.expert is not None for param in adapters):
+        raise ConfigError(
+            "lora.rank: adapters on the routed experts of an INT4 checkpoint would be merged and then rounded for the "
+            "engine, to another policy than the one trained; name other layers in lora.target_modules, such as "
+            "linear_proj"
+        )
     rollout, sglang = config.rollout, config.rollout.sglang
     server_args.check(sglang)
     tool_calls.parser_name(config.rollout.tool_call_parser, hf)
@@ -116,6 +142,12 @@ def check_engine(hf: HFConfig, config: Config) -> None:
     chunk, page = sglang.get("chunked_prefill_size") or -1, sglang.get("page_size") or 1
     if chunk > 0 and chunk % page:
         raise ConfigError(f"rollout.sglang.chunked_prefill_size={chunk} is not a multiple of page_size={page}")
+    rope_type = rope_options(hf)["rope_type"]
+    if sglang.get("enable_fused_qk_norm_rope") and rope_type not in ("default", "yarn"):
+        raise ConfigError(
+            f"rollout.sglang.enable_fused_qk_norm_rope: SGLang's kernel computes yarn for rope_type={rope_type}, too; "
+            "remove it"
+        )
     check_drafts(hf, config)
     heads = int(settings["num_attention_heads"])
     groups = int(settings.get("num_query_groups") or heads)
@@ -271,7 +303,13 @@ def check_disk_space(
 def check_lengths(hf: HFConfig, config: Config, warnings: list[str]) -> None:
     rollout, train, longest = config.rollout, config.train, int(family_of(hf).gpt_kwargs(hf)["max_sequence_length"])
     if rollout.max_context > longest:
-        raise ConfigError(f"{rollout.max_context=} is beyond the model's {longest} positions")
+        rope, hint = rope_options(hf), ""
+        if (
+            rope["rope_type"] == "yarn"
+            and (scaled := int(rope["factor"] * rope["original_max_position_embeddings"])) > longest
+        ):
+            hint = f"; its rope_type yarn is for {scaled}: set max_position_embeddings in config.json"
+        raise ConfigError(f"{rollout.max_context=} is beyond the model's {longest} positions{hint}")
     if rollout.max_new_tokens >= rollout.max_context:
         raise ConfigError(
             f"{rollout.max_new_tokens=} leaves no room for a prompt in {rollout.max_context=}; lower the first or "

@@ -12,6 +12,8 @@ import warnings
 warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
 for _logger in ("models.gpt.gpt_model", "distributed.distributed_data_parallel", "transformer.moe.experts"):
     logging.getLogger(f"megatron.core.{_logger}").setLevel(logging.ERROR)
+# On a machine without GPU, torch's CUDA build warns that it found a compiler for CUDA, but no runtime.
+logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 from megarl.cpu import megatron_platform  # noqa: E402
 from megarl.parallel import device  # noqa: E402

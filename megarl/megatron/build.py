@@ -109,6 +109,9 @@ def transformer_config(hf: Mapping[str, Any], config: Config) -> TransformerConf
         use_cpu_initialization=False,
     )
     values.update(select_fusions(values))
+    is_sparse = values.get("experimental_attention_variant") == "dsa"
+    if is_sparse:
+        values["cp_comm_type"] = "allgather"  # the only one that Megatron implements for sparse attention
     if values.get("num_moe_experts"):
         if values["num_moe_experts"] % parallel.ep:
             raise ConfigError(
@@ -121,7 +124,7 @@ def transformer_config(hf: Mapping[str, Any], config: Config) -> TransformerConf
         )
     elif max(parallel.ep, parallel.etp) > 1:
         raise ConfigError(f"parallel.ep={parallel.ep}, etp={parallel.etp}, but the model has no experts; set them to 1")
-    if values.get("experimental_attention_variant") == "dsa" and config.model.megatron.get("fp8"):
+    if is_sparse and config.model.megatron.get("fp8"):
         raise ConfigError(
             "model.megatron.fp8 with sparse attention: Megatron 0.19.2's AbsorbedMLA does not support FP8; remove it"
         )
@@ -139,6 +142,14 @@ def transformer_config(hf: Mapping[str, Any], config: Config) -> TransformerConf
             "Transformer Engine distributes over context parallel ranks for attention with sinks; choose a divisor"
         )
     values.update(config.model.megatron)
+    if values.get("num_moe_experts") and values.get("add_bias_linear"):
+        reasons = {
+            "bias_activation_fusion": "fused activation takes neither clamps with SiLU nor gate and up in turn",
+            "bias_dropout_fusion": "grouped experts with biases do not support it",
+        }
+        for name, reason in reasons.items():
+            if values.get(name):
+                raise ConfigError(f"model.megatron.{name}: Megatron-Core 0.19.2's {reason}; remove it")
     stage_layers(values["num_layers"], parallel.pp, values, parallel.vpp)  # raises if the layers do not divide
     if values.get("fp8"):
         if not device.has_cuda():

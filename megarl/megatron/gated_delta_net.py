@@ -1,6 +1,6 @@
 """Megatron-Core 0.19.2's gated delta net (arXiv:2412.06464), with decays in fp32, and its layer specs.
 
-On a GPU its kernels are those of the package flash-linear-attention; on a CPU, `cpu/flash_linear_attention.py`.
+On a GPU its kernels are those of flash-linear-attention (package fla-core); on a CPU, `cpu/flash_linear_attention.py`.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def use_delta_nets(spec: Any, settings: TransformerConfig, vp_stage: int | None)
 
         if not common.HAVE_FLA:
             raise ConfigError(
-                "this model's gated delta nets need the package flash-linear-attention on a GPU: install it with "
-                "`pip install flash-linear-attention`"
+                "this model's gated delta nets need the package fla-core (flash-linear-attention) on a GPU: install it "
+                "with `.venv/bin/pip install fla-core==0.6.0`"
             )
     else:
         flash_linear_attention.install()

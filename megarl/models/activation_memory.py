@@ -173,7 +173,7 @@ def micro_batch_bytes(
     if replays_indices:  # 4 bytes per key, for the layers with an indexer
         freq, offset = settings.get("dsa_indexer_topk_freq") or 1, settings.get("dsa_indexer_skip_topk_offset") or 1
         indexers = sum(max(layer + 1 - offset, 0) % freq == 0 for layer in layers)
-        total += 4 * indexers * int(settings["dsa_indexer_topk"]) * tokens
+        total += 4 * indexers * int(settings.get("dsa_indexer_topk") or 0) * tokens
     return total
 
 
@@ -204,7 +204,20 @@ def training_bytes(
     elements += activation_elements(settings, parts, parallel.tp, tokens, in_flight, parallel.etp)
     sizes = tokens, parallel.tp, parallel.cp
     inputs = micro_batch_bytes(settings, layers, *sizes, stage == 0, is_last, mtp, replays, replays_indices)
-    return elements * size, inputs * in_flight
+    scores = unfused_sparse_bytes(settings, tokens, parallel.tp, parallel.cp)
+    return elements * size + scores, inputs * in_flight
+
+
+def unfused_sparse_bytes(settings: Mapping[str, Any], tokens: int, tp: int, cp: int) -> int:
+    """Return the bytes of scores in a layer of sparse attention without a fused kernel; 0 for other models.
+
+    Megatron's torch path holds the scores of all pairs of tokens of a micro-batch in fp32, across sequences: those of
+    the indexer's heads and, twice, of this rank's heads. tokens: on this rank, after context parallelism.
+    """
+    if not settings.get("dsa_indexer_topk") or settings.get("dsa_kernel_backend", "none") != "none":
+        return 0
+    heads = int(settings["dsa_indexer_n_heads"]) + 2 * int(settings["num_attention_heads"]) // tp
+    return 4 * heads * tokens * tokens * cp
 
 
 def working_bytes(

@@ -14,6 +14,7 @@ from typing import Annotated, Any, get_args
 from megarl.config import ConfigError, strict
 from megarl.config.strict import PositiveFloat, PositiveInt, Range
 from megarl.models.fp8 import is_fp8
+from megarl.models.int4 import is_int4
 from megarl.models.mxfp4 import is_mxfp4
 
 Size = Annotated[int, Range(1, 1 << 24)]
@@ -106,6 +107,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     | {"mlp_bias": False, "q_lora_rank": 2048, "n_shared_experts": 1, "first_k_dense_replace": 3}
     | {"routed_scaling_factor": 2.5, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "mlp_layer_types": None}
     | {"index_topk": 2048, "index_head_dim": 128, "index_n_heads": 32, "indexer_types": None},
+    "qwen35": {key: value for key, value in _DELTA_NETS.items() if key not in ("norm_topk_prob", "n_shared_experts")},
     "glm4moe": EXPERTS
     | {"n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.0}
     | {"use_qk_norm": False, "partial_rotary_factor": 0.5},
@@ -113,6 +115,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     | {"attention_bias": True, "head_dim": 64, "rope_theta": 150000.0, "sliding_window": 128}
     | {"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
 }
+DEFAULTS["kimik25"] = DEFAULTS["deepseekv3"]  # of its language model
 """Defaults of absent keys by model, from its configuration class in transformers. Tables in other files add theirs.
 
 None means null, or computed from other keys. Sizes that every published config.json has are required and have no
@@ -238,8 +241,9 @@ def require_common(
     layer_types: the attention type of each layer; None for full attention everywhere.
     mxfp4: whether checkpoints of this family may be in MXFP4, and then not in FP8.
     """
-    has_fp8 = is_fp8(hf)  # raises for any other quantisation but MXFP4
-    if has_fp8 if mxfp4 else is_mxfp4(hf):
+    is_int4(hf)  # raises for other kinds of compressed-tensors
+    declares_fp8 = is_fp8(hf)  # raises for any other quantisation
+    if declares_fp8 if mxfp4 else is_mxfp4(hf):
         method = hf["quantization_config"]["quant_method"]
         raise _error(hf, f"quantization_config with quant_method={method!r} is not implemented; use bfloat16 weights")
     require(hf, "hidden_act", activation)
@@ -313,6 +317,11 @@ def _error(hf: Mapping[str, Any], problem: str) -> ConfigError:
 
 def _name(hf: Mapping[str, Any]) -> str:
     return str((hf.get("architectures") or ["the model"])[0])
+
+
+def has_default(hf: Mapping[str, Any], key: str) -> bool:
+    """Return whether an absent key has a default in the model's configuration class."""
+    return key in _defaults(hf)
 
 
 def _defaults(hf: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -140,7 +140,6 @@ def _config(hf: HFConfig, interleaved: bool) -> dict[str, Any]:
     check = _check_glm if interleaved else _check_v32
     return deepseek.latent_config(hf, check, deepseek.SIGMOID_ROUTING) | dict(
         experimental_attention_variant="dsa",
-        cp_comm_type="allgather",  # the only one that Megatron implements for sparse attention
         dsa_indexer_n_heads=need(hf, "index_n_heads"),
         dsa_indexer_head_dim=need(hf, "index_head_dim"),
         dsa_indexer_topk=need(hf, "index_topk"),

@@ -2,8 +2,9 @@
 
 Megatron adds a parameter's gradient to the norm on every tensor parallel rank if `tensor_model_parallel` is set, else
 on the first rank only. Transformer Engine's layers do not always set it according to their sharding: grouped experts
-lack it, so gradients are clipped too little (NVIDIA/Megatron-LM#5916), and replicated linear layers have it
-(ROCm/TransformerEngine#715). The family's table defines each parameter's sharding, so the table sets the flag.
+lack it, so gradients are clipped too little (NVIDIA/Megatron-LM#5916), as do attention sinks (#7452), and replicated
+linear layers have it (ROCm/TransformerEngine#715). The family's table defines each parameter's sharding, so the table
+sets the flag.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ norm of the delta net's output. Experts have softmax routing and a shared expert
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ from megarl.config.strict import PositiveInt
 from megarl.models import blocks, config_json
 from megarl.models.blocks import HEADS, norm, weight
 from megarl.models.config_json import Experts, Heads, Size, need, rope_options
-from megarl.models.family import Extras, Family
+from megarl.models.family import Extras, Family, StoredSlice
 from megarl.models.layout_algebra import (
     Dim1Sharding,
     EngineQKVSharding,
@@ -66,10 +67,16 @@ def _is_linear(hf: HFConfig, layer: int) -> bool:
 
 def _check(hf: HFConfig, fields: dict[str, Any]) -> None:
     config_json.require_types(hf, fields)
+    if hf.get("quantization_config") is not None:
+        raise ConfigError(
+            "config.json: quantization_config is not implemented for gated delta nets: FP8 checkpoints have the inputs "
+            "of gates and decays in BF16, which Megatron keeps in one matrix with the rest; convert it to bfloat16"
+        )
     config_json.require_common(hf, partial_rotary=True, layer_types=_layer_types(hf))
     blocks.require_heads(hf)
     config_json.require(hf, "attention_bias", False)
     config_json.require(hf, "attn_output_gate", True)
+    config_json.require(hf, "is_causal", True)
     config_json.require(hf, "output_gate_type", None, ("silu", "swish"))
     keys, values = need(hf, KEY_HEADS), need(hf, VALUE_HEADS)
     if values % keys:
@@ -86,6 +93,11 @@ def _check_moe(hf: HFConfig) -> None:
     if need(hf, "num_experts_per_tok") == 1:
         # The single expert's weight would always be 1, so the router could not learn. Megatron rejects it too.
         raise ConfigError("config.json: norm_topk_prob=True with num_experts_per_tok=1 is not implemented")
+
+
+def _check_next(hf: HFConfig) -> None:
+    need(hf, "intermediate_size")
+    _check_moe(hf)
 
 
 def _attention_config(hf: HFConfig) -> dict[str, Any]:
@@ -105,7 +117,7 @@ def _attention_config(hf: HFConfig) -> dict[str, Any]:
 def _moe_config(hf: HFConfig) -> dict[str, Any]:
     _check_moe(hf)
     # No layer has an MLP of intermediate_size, and Qwen3.5 does not have the key.
-    sized = {**hf, "intermediate_size": need(hf, "moe_intermediate_size")}
+    sized = {"intermediate_size": need(hf, "moe_intermediate_size"), **hf}
     return {
         **blocks.gqa_config(sized, qk_norm=True),
         **_attention_config(hf),
@@ -124,6 +136,11 @@ def _moe_config(hf: HFConfig) -> dict[str, Any]:
 
 def _extras(hf: HFConfig) -> Extras:
     return Extras(rotary=blocks.rotary(hf))
+
+
+def _dense_config(hf: HFConfig) -> dict[str, Any]:
+    _check(hf, _FIELDS)
+    return blocks.gqa_config(hf, qk_norm=True) | _attention_config(hf)
 
 
 def _gpt_kwargs(hf: HFConfig) -> dict[str, Any]:
@@ -288,6 +305,24 @@ def _moe_layer(hf: HFConfig, layer: int, experts: Iterable[int], grouped: bool) 
     return _layer(hf, layer, mlp, grouped)
 
 
+def _dense_layer(hf: HFConfig, layer: int, experts: Iterable[int]) -> list[Param]:
+    return _layer(hf, layer, blocks.dense_mlp(hf, layer), grouped=False)
+
+
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+
+
+def _stored_slice(hf: HFConfig, name: str) -> StoredSlice | None:
+    """Return where published checkpoints of Qwen3.5 have an expert: in stacks [experts, out, in], gate above up."""
+    if (match := _EXPERT.fullmatch(name)) is None:
+        return None
+    stack, expert, matrix = match[1], int(match[2]), match[3]
+    if matrix == "down":
+        return StoredSlice(f"{stack}.down_proj", expert)
+    ffn = need(hf, "moe_intermediate_size")
+    return StoredSlice(f"{stack}.gate_up_proj", expert, slice(0, ffn) if matrix == "gate" else slice(ffn, 2 * ffn))
+
+
 def _num_experts(hf: HFConfig) -> int:
     return int(need(hf, "num_experts"))
 
@@ -295,7 +330,7 @@ def _num_experts(hf: HFConfig) -> int:
 QWEN3_NEXT = Family(
     "Qwen3NextForCausalLM",
     "qwen3_next",
-    _check_moe,
+    _check_next,
     _moe_config,
     _gpt_kwargs,
     partial(_moe_layer, grouped=True),
@@ -312,6 +347,19 @@ QWEN3_5_MOE = Family(
     _gpt_kwargs,
     partial(_moe_layer, grouped=False),
     _num_experts,
+    tool_call_parser="qwen3_coder",
+    extras=_extras,
+    untrained_prefixes=lambda hf: ("mtp.",),
+    stored_slice=_stored_slice,
+)
+QWEN3_5 = Family(
+    "Qwen3_5ForCausalLM",
+    "qwen3_5_text",
+    partial(_check, fields=_FIELDS),
+    _dense_config,
+    _gpt_kwargs,
+    _dense_layer,
+    lambda hf: 0,
     tool_call_parser="qwen3_coder",
     extras=_extras,
     untrained_prefixes=lambda hf: ("mtp.",),

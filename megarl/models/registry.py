@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 from typing import Any
 
 from megarl.config import Config, ConfigError, plugins, strict
 from megarl.models import bailing, deepseek, deepseek_sparse, ernie, gpt_oss, gqa, mixtral, qwen3_next
-from megarl.models.config_json import need
+from megarl.models.config_json import has_default, need
 from megarl.models.family import CAUSAL_LM, CLASSIFIER, Family, HFConfig
 from megarl.models.layout_algebra import Param
 
-_DENSE = (gqa.QWEN2, gqa.QWEN3, gqa.LLAMA, gqa.GEMMA2)
+_DENSE = (gqa.QWEN2, gqa.QWEN3, gqa.LLAMA, gqa.GEMMA2, qwen3_next.QWEN3_5)
 _MOE = (
     gqa.QWEN3_MOE,
     deepseek.V2,
     deepseek.V3,
+    deepseek.K25,
     gqa.GLM4_MOE,
     gpt_oss.GPT_OSS,
     qwen3_next.QWEN3_NEXT,
@@ -28,6 +30,7 @@ _MOE = (
     ernie.ERNIE4_5_MOE,
     bailing.LING2,
 )
+_GENERATIVE = (CAUSAL_LM, "ForConditionalGeneration")
 FAMILIES: dict[str, Family] = {family.architecture: family for family in _DENSE + _MOE}
 
 ENTRY_POINT_GROUP = "megarl.families"  # of families of other packages, each named by its architecture
@@ -57,8 +60,33 @@ def family_of(hf: HFConfig) -> Family:
         if not isinstance(family, Family):
             raise ConfigError(f"{subject}: {path} is not a megarl.models.family.Family")
         return family
-    known = ", ".join([*FAMILIES, *declared])
-    raise ConfigError(f"no model family for the architecture {name or model_type}; known: {known}")
+    known, nearest = ", ".join([*FAMILIES, *declared]), nearest_architecture(hf, architecture)
+    hint = f" (nearest is {nearest}; see megarl/models/README.md)" if nearest else ""
+    raise ConfigError(f"no model family for the architecture {name or model_type}{hint}; known: {known}")
+
+
+_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size", "moe_num_experts")
+LEAST_LIKENESS = 0.6
+
+
+def nearest_architecture(hf: HFConfig, architecture: str) -> str:
+    """Return the registered architecture whose table is the best start for another one; empty if there is none.
+
+    A family with experts and latent attention exactly if config.json has them counts most, then the likeness of names.
+    """
+    stem = architecture.partition("For")[0]
+    has_experts = any(hf.get(key) for key in _EXPERT_KEYS) or "moe" in stem.lower()
+    has_latents = bool(hf.get("kv_lora_rank"))
+
+    def score(family: Family) -> tuple[int, float, bool]:
+        has_latents_too = has_default({"architectures": [family.architecture]}, "q_lora_rank")
+        alike = ((family in _MOE) == has_experts) + (has_latents_too == has_latents)
+        name = family.architecture.partition("For")[0]
+        return alike, difflib.SequenceMatcher(None, stem.lower(), name.lower()).ratio(), stem.startswith(name)
+
+    best = max(FAMILIES.values(), key=score)
+    is_decoder = "num_attention_heads" in hf and architecture.endswith(_GENERATIVE)
+    return best.architecture if is_decoder or score(best)[1] >= LEAST_LIKENESS else ""
 
 
 def load_hf_config(path: str | Path) -> dict[str, Any]:
@@ -79,6 +107,9 @@ def load_hf_config(path: str | Path) -> dict[str, Any]:
     for key, kind in {"architectures": list[str] | None, "model_type": str | None}.items():
         # These select the family, which checks all other keys.
         strict.check_value(values.get(key), kind, f"{file}: {key}")
+    if values.get("model_type") == deepseek.KIMI_K25:
+        strict.check_value(values.get("text_config"), dict, f"{file}: text_config")
+        return deepseek.flatten_kimi_k25(values)
     return values
 
 

@@ -33,7 +33,8 @@ def test_decode_attention_equals_attention_per_sequence(
 
 @pytest.mark.parametrize("window", [None, 0, 4])
 @pytest.mark.parametrize("cap", [0.0, 0.7])
-def test_soft_caps_and_windows_follow_the_formula(cap: float, window: int | None) -> None:
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_soft_caps_windows_and_sinks_follow_the_formula(cap: float, window: int | None, has_sinks: bool) -> None:
     """Partly cached prompts, single tokens, and decoding after them."""
     generator = torch.Generator().manual_seed(1)
     lengths, new = torch.tensor([6, 1, 9]), torch.tensor([6, 1, 3])
@@ -41,6 +42,7 @@ def test_soft_caps_and_windows_follow_the_formula(cap: float, window: int | None
     values = torch.randn(40, 2, 6, generator=generator)
     query = torch.randn(10, 4, 8, generator=generator)
     slots = torch.randperm(40, generator=generator)[:30].reshape(3, 10).to(torch.int32)
+    sinks = torch.randn(4, generator=generator) if has_sinks else None
     expected = []
     for q, i, position in zip(query, (0,) * 6 + (1,) + (2,) * 3, (*range(6), 0, 6, 7, 8), strict=True):
         first = 0 if window is None else max(0, position - window)
@@ -49,9 +51,11 @@ def test_soft_caps_and_windows_follow_the_formula(cap: float, window: int | None
         scores = 0.3 * torch.einsum("hd,khd->hk", q, k)
         if cap:
             scores = cap * torch.tanh(scores / cap)
-        expected.append(torch.einsum("hk,khd->hd", scores.softmax(-1), v))
-    result = sglang_plugin.extend_attention(query, keys, values, slots, lengths, new, 0.3, cap, window)
+        terms = scores.exp()
+        total = terms.sum(-1, keepdim=True) + (0.0 if sinks is None else sinks.exp()[:, None])
+        expected.append(torch.einsum("hk,khd->hd", terms / total, v))
+    result = sglang_plugin.extend_attention(query, keys, values, slots, lengths, new, 0.3, cap, window, sinks)
     torch.testing.assert_close(result, torch.stack(expected), rtol=1e-5, atol=1e-6)
     last = [5, 6, 9]
-    decoded = sglang_plugin.decode_attention(query[last], keys, values, slots, lengths, 0.3, cap, window)
+    decoded = sglang_plugin.decode_attention(query[last], keys, values, slots, lengths, 0.3, cap, window, sinks)
     torch.testing.assert_close(decoded, result[last], rtol=1e-5, atol=1e-6)

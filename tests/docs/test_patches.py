@@ -16,17 +16,13 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("megatron", "sglang", "torch")
 PAGE = (ROOT / "docs" / "patches.md").read_text(encoding="utf-8")
 DYNAMIC = {
-    "distributed_c10d._pickler",
-    "distributed_c10d._unpickler",
     "rendezvous.TCPStore",
-    "dynamic_rendezvous.pickle",
     "storage._load_from_bytes",
-    "common.pickle",
-    "parallel_state.pickle",
-    "utils.pickle",
     "AttentionBackendRegistry.register",
+    "Qwen3NextConfig.linear_num_key_heads_cpu",
+    "Qwen3NextConfig.linear_num_value_heads_cpu",
 }
-"""Patches by other means than an assignment to an attribute, `_patch`, or `PATCHED`."""
+"""Patches by other means than assignments to attributes and `vars()`, and `_patch`."""
 
 
 def short(name: str) -> str:
@@ -36,6 +32,8 @@ def short(name: str) -> str:
 
 def patched_names(source: str) -> Iterator[str]:
     """Yield the names of other packages to which a file assigns, as the last two parts of their dotted names."""
+    if not re.search(rf"^\s*(import|from) ({'|'.join(PACKAGES)})\b", source, re.MULTILINE):
+        return
     tree = ast.parse(source)
     imported: dict[str, str] = {}
     constants: dict[str, list[str]] = {}  # loop variables over literal names or modules
@@ -57,19 +55,29 @@ def patched_names(source: str) -> Iterator[str]:
             if head in imported:
                 yield ".".join(filter(None, [imported[head], tail, others]))
 
+    def of_vars(node: ast.expr) -> Iterator[str]:
+        """Yield what the X of `vars(X)` stands for."""
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "vars":
+            yield from dotted(node.args[0])
+
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign):
             for target in node.targets:
                 for item in target.elts if isinstance(target, ast.Tuple) else [target]:
-                    item = item.value if isinstance(item, ast.Subscript) else item
-                    if isinstance(item, ast.Attribute):
-                        yield from map(short, dotted(item))
-                    elif isinstance(item, ast.Name) and isinstance(target, ast.Subscript):
-                        yield from map(short, dotted(item))
+                    if isinstance(item, ast.Subscript) and isinstance(item.value, ast.Call):
+                        key = ast.unparse(item.slice).strip("'")
+                        yield from (short(f"{module}.{key}") for module in of_vars(item.value))
+                        continue
+                    owner = item.value if isinstance(item, ast.Subscript) else item
+                    if isinstance(owner, ast.Attribute) or owner is not item:
+                        yield from map(short, dotted(owner))
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "_patch":
             owner, name = node.args[:2]
             names = [str(name.value)] if isinstance(name, ast.Constant) else constants[ast.unparse(name)]
             yield from (short(f"{module}.{item}") for module in dotted(owner) for item in names)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "update":
+            for module in of_vars(node.func.value):
+                yield from (short(f"{module}.{keyword.arg}") for keyword in node.keywords if keyword.arg)
 
 
 def listed_names() -> set[str]:
@@ -97,6 +105,8 @@ for name in ("zeros", "ones"):
 for module in (r, mappings):
     _patch(module, "run", None, "why")
 local.x = r.y
+vars(mappings)["pickle"] = None
+vars(r).update(draw=1, **thing)
 """
     names = [
         "random.seed",
@@ -106,8 +116,10 @@ local.x = r.y
         "torch.ones",
         "random.run",
         "mappings.run",
+        "mappings.pickle",
+        "random.draw",
     ]
-    assert list(patched_names(source)) == names
+    assert sorted(patched_names(source)) == sorted(names)
 
 
 @pytest.mark.parametrize(

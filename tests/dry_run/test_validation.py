@@ -15,7 +15,9 @@ import torch
 from safetensors.torch import save_file
 
 from megarl.config import Config, ConfigError, from_dict, load_config, server_args, to_dict
+from megarl.dry_run.config_checks import check_engine
 from megarl.dry_run.validation import Report, render, validate
+from megarl.models.registry import load_hf_config
 from megarl.workers.worker_registry import RegisteredWorker
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -137,6 +139,15 @@ def test_reward_model_on_separate_ranks(plan) -> None:
     ((label, (serving,)),) = report.other_memory.items()
     assert label == "ranks 2-3: rollout, reward" and serving.states.keys() == {"reward model weights"}
     assert "reward model weights" not in report.memory[0].states and serving.training == {}
+
+
+def test_lora_on_int4_experts_is_rejected() -> None:
+    hf = load_hf_config(ROOT / "configs/models/kimi_k2_thinking.json") | {"num_hidden_layers": 2}
+    attention = ["linear_q_down_proj", "linear_q_up_proj", "linear_kv_up_proj", "linear_proj"]
+    check_engine(hf, from_dict({"lora": {"rank": 8, "target_modules": attention}}))
+    for targets in ([], ["linear_fc1"], [*attention, "linear_fc2"]):
+        with pytest.raises(ConfigError, match="lora.rank: adapters on the routed experts of an INT4 checkpoint"):
+            check_engine(hf, from_dict({"lora": {"rank": 8, "target_modules": targets}}))
 
 
 def test_lora_memory(plan) -> None:
@@ -266,6 +277,16 @@ def test_invalid_settings_name_key_and_remedy(plan, overrides: list[str], messag
         (MOE | {"moe_intermediate_size": 49}, ["rollout.tp=2"], r"would cut the model's moe_intermediate_size=49 in 2"),
         (MOE | {"num_experts": 6}, ["rollout.tp=4", "rollout.ep=4"], r"rollout.ep=4 does not divide the model's 6"),
         (MOE | {"num_attention_heads": 6}, ["rollout.tp=4"], r"rollout.tp=4 does not divide.* 6 attention"),
+        (
+            MOE | {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}},
+            ["rollout.max_context=1024"],
+            r"beyond the model's 512 positions; its rope_type yarn is for 2048: set max_position_embeddings in ",
+        ),
+        (
+            MOE | {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            ["rollout.sglang.enable_fused_qk_norm_rope=true"],
+            r"enable_fused_qk_norm_rope: SGLang's kernel computes yarn for rope_type=linear, too; remove it",
+        ),
     ],
 )
 def test_model_that_does_not_fit_the_layout(plan, hf: dict[str, Any], overrides: list[str], message: str) -> None:
@@ -696,6 +717,8 @@ def test_cluster_recipes_fit_their_gpus() -> None:
         ("qwen3_235b", 80, []),
         ("qwen3_30b_a3b", 80, []),
         ("gpt_oss_20b", 80, []),
+        ("qwen3_next_80b_a3b", 80, []),
+        ("qwen3.5_35b_a3b", 80, []),
         ("qwen2.5_7b", 80, []),
         ("qwen2.5_7b", 80, ["algorithm=ppo", "parallel.tp=4"]),
         ("ppo_gsm8k", 40, []),
@@ -705,6 +728,7 @@ def test_cluster_recipes_fit_their_gpus() -> None:
         ("deepseek_r1", 141, ["parallel.world_size=256", "parallel.ep=16", "rollout.concurrency=512"]),
         ("deepseek_r1", 96, []),
         *((name, 80, []) for name in ("minimax_m2", "glm4.7_flash", "mixtral_8x7b", "ernie4.5_21b", "ling_flash_2.0")),
+        ("kimi_k2_thinking", 80, []),
     ):
         recipe = ROOT / "configs" / f"{name}.yaml"
         hf = ROOT / load_config(recipe).model.hf_config
@@ -716,7 +740,7 @@ def test_cluster_recipes_fit_their_gpus() -> None:
             continue
         # SGLang's memory fraction must hold the planned weights and KV cache.
         engine = report.memory[0].generation
-        needed = engine["engine weights"] + engine["engine KV cache"]
+        needed = engine["engine weights"] + engine["engine KV cache"] + engine.get("engine states", 0)
         assert needed < config.rollout.sglang["mem_fraction_static"] * gpu * 1e9, (name, needed)
 
 

@@ -99,6 +99,15 @@ def test_writes_only_the_given_slices() -> None:
         assert torch.equal(model.state_dict()[name], tensor), name
 
 
+def test_writes_one_vector_of_a_stack() -> None:
+    """As the biases of an expert."""
+    model, part = Model(), torch.randn(3).bfloat16()
+    expected = model.matrix.data.clone()
+    expected[2, 1:4] = part
+    assert execute(model, write_order(["matrix", 2, 1, 4, 0, 1, 0, -1]), make_bucket(part)) == {"wrong": []}
+    assert torch.equal(model.matrix.data, expected)
+
+
 def test_hash_detects_a_flipped_bit() -> None:
     matrix, vector = torch.randn(4, 6).bfloat16(), torch.randn(5)
     bucket = make_bucket(matrix, vector, torch.tensor([device_hash(matrix), device_hash(vector)]))  # at 0, 48, 80
@@ -139,8 +148,9 @@ def test_hash_detects_overlapping_writes() -> None:
         (["matrix", -1, 0, 4, -1, 6, 0, -1], "rows 0:4, columns -1:6 are not in matrix"),
         (["matrix", -1, 2, 2, 0, 6, 0, -1], "rows 2:2"),
         (["vector", -1, 0, 5, 0, 2, 0, -1], "which has 5 and 1"),
-        (["matrix", 0, 0, 4, 0, 6, 0, -1], r"matrix has the shape \[4, 6\]; index 0 does not fit it"),
-        (["experts", -1, 0, 4, 0, 6, 0, -1], r"experts has the shape \[3, 4, 6\]; index -1 does not fit it"),
+        (["matrix", 0, 0, 4, 0, 6, 0, -1], "rows 0:4, columns 0:6 are not in matrix, which has 6 and 1"),
+        (["vector", 0, 0, 1, 0, 1, 0, -1], r"vector has the shape \[5\]; index 0 does not fit it"),
+        (["experts", -1, 0, 4, 0, 6, 0, -1], "rows 0:4, columns 0:6 are not in experts, which has 3 and 24"),
         (["experts", 3, 0, 4, 0, 6, 0, -1], "index 3 does not fit it"),
         (["experts", -2, 0, 4, 0, 6, 0, -1], "index -2 does not fit it"),
         (["experts", 0, 0, 4, 0, 6, 0, -1], "bytes 0:96 are outside of the bucket, which has 64"),

@@ -91,14 +91,17 @@ KIMI_THINKING = (
         "{{ m.content or '' }}",
     )
 )
-# Several messages in a turn. Takes a result's call from the message before it, and rejects a result without a call.
+# Several messages in a turn. Takes a result's call from a message before it, and rejects a result without a call.
 HARMONY = (
-    "{% for m in messages %}{% if m.role == 'tool' %}"
-    "{% if not loop.previtem.tool_calls %}{{ raise_exception('a result without a call before it') }}{% endif %}"
-    "{{ '<|start|>functions.' + loop.previtem.tool_calls[0].function.name + ' to=assistant<|channel|>commentary' }}"
-    "{{ '<|message|>' + m.content | tojson + '<|end|>' }}{% elif m.tool_calls %}"
+    "{% set last = namespace(name=none) %}{% for m in messages %}{% if m.role == 'tool' %}"
+    "{% if last.name is none %}{{ raise_exception('a result without a call before it') }}{% endif %}"
+    "{{ '<|start|>functions.' + last.name + ' to=assistant<|channel|>commentary' }}"
+    "{{ '<|message|>' + m.content | tojson + '<|end|>' }}"
+    "{% elif m.tool_calls %}{% set last.name = m.tool_calls[0].function.name %}{% if m.thinking %}"
+    "{{ '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}{% endif %}"
     "{{ '<|start|>assistant to=functions.' + m.tool_calls[0].function.name + '<|channel|>commentary json<|message|>' }}"
-    "{{ m.tool_calls[0].function.arguments | tojson + '<|call|>' }}{% elif m.role == 'assistant' %}"
+    "{{ m.tool_calls[0].function.arguments | tojson + '<|call|>' }}"
+    "{% elif m.role == 'assistant' %}{% set last.name = none %}"
     "{{ '<|start|>assistant<|channel|>final<|message|>' + m.content }}{{ '<|return|>' if loop.last else '<|end|>' }}"
     "{% else %}{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}"

@@ -197,7 +197,8 @@ def deepseek_v32(seed: int = 0, **changes: Any) -> PreTrainedModel:
 
 def glm_moe_dsa(seed: int = 0, **changes: Any) -> PreTrainedModel:
     """The same with interleaved rotation, and the second of three layers shares the first one's choice of keys."""
-    sharing = {"index_topk_freq": 2, "index_skip_topk_offset": 1, "indexer_rope_interleave": True}
+    # transformers has this epsilon for the norms of latents, SGLang and Megatron that of the config
+    sharing = {"index_topk_freq": 2, "index_skip_topk_offset": 1, "indexer_rope_interleave": True, "rms_norm_eps": 1e-6}
     return randomize(GlmMoeDsaForCausalLM(GlmMoeDsaConfig(**(_sparse() | sharing | changes))), seed)
 
 
@@ -403,7 +404,8 @@ def logprobs(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
 def record_experts(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
     """Record the chosen experts of the next forward pass: [tokens, topk] per MoE layer, empty for a dense model."""
     result: list[torch.Tensor] = []
-    gates = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+    routers = (getattr(layer.mlp, "gate", getattr(layer.mlp, "router", None)) for layer in model.model.layers)
+    gates = [router for router in routers if router is not None]
     hooks = [gate.register_forward_hook(lambda _, __, out: result.append(out[2])) for gate in gates]
     yield result
     for hook in hooks:

@@ -26,7 +26,8 @@ from megarl.parallel import ranks as parallel_ranks  # noqa: E402
 from megarl.types import TrainBatch  # noqa: E402
 
 RANK, ALPHA = 3, 6.0
-SHARED_A = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}  # Megatron has them in one weight
+# Megatron has them in one weight.
+SHARED_A = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj", "in_proj_ba": "in_proj_qkvz"}
 Tensors = dict[str, torch.Tensor]
 
 
@@ -39,7 +40,10 @@ class Reference:
         self.buffers = dict(self.model.named_buffers())
         self.factors: Tensors = {}
         generator = torch.Generator().manual_seed(4)
+        without = (".indexer.", ".kv_b_proj.") if hasattr(self.model.config, "index_topk") else ()
         for name in filter(lambda name: has_adapter(name, targets), self.base):
+            if any(part in name for part in without):
+                continue
             rows, columns = self.base[name].shape
             _, a, b = factor_names(name)
             if a not in self.factors:
@@ -101,7 +105,7 @@ class Reference:
 
 def has_adapter(name: str, targets: list[str]) -> bool:
     """Return whether an HF weight has an adapter."""
-    if not name.endswith(("_proj.weight", "_proj_with_mqa.weight")):
+    if not name.endswith(("_proj.weight", "_proj_with_mqa.weight", "in_proj_qkvz.weight", "in_proj_ba.weight")):
         return False
     kind = {
         "experts.linear_fc1": ".mlp.experts." in name and not name.endswith("down_proj.weight"),

@@ -53,6 +53,7 @@ def names() -> dict[str, str]:
         layer + "mlp.linear_fc1.layer_norm_weight",
         layer + "mlp.experts.local_experts.3.linear_fc2.weight",
         layer + "mlp.experts.linear_fc1.weight3",
+        layer + "mlp.experts.linear_fc1.bias3",
         layer + "mlp.shared_experts.linear_fc1.weight",
         layer + "mlp.router.expert_bias",
         "mtp.layers.0.enorm.weight",
@@ -327,6 +328,43 @@ def capped_attention() -> dict[str, float]:
     return result
 
 
+def sink_attention() -> dict[str, float]:
+    """Compare output and gradients, also the sink's, with fp64, with and without a window, and for the last queries."""
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from megarl.cpu import megatron_modules
+    from megarl.megatron.build import transformer_config
+
+    settings = transformer_config(tiny.HF["gpt_oss"], tiny.config())
+    megatron_modules.QUERIES_AT_ONCE, all_at_once = 4, megatron_modules.QUERIES_AT_ONCE
+    generator, keys, result = torch.Generator().manual_seed(0), 19, {}
+    for layer, queries in ((1, 19), (2, 19), (1, 7), (2, 7)):
+        core = megatron_modules.PackedAttention(settings, layer, AttnMaskType.causal, "self")
+        sink = torch.randn(4, generator=generator)
+        inputs = [
+            torch.randn(n, 2, heads, 16, generator=generator) for n, heads in ((queries, 4), (keys, 2), (keys, 2))
+        ]
+        core.softmax_offset.data.copy_(sink)
+        exact = [x.double() for x in (*inputs, sink)]
+        for x in (*inputs, *exact):
+            x.requires_grad_()
+        q, k, v = exact[0], *(x.repeat_interleave(2, 2) for x in exact[1:3])
+        distance = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
+        is_visible = (distance >= 0) & ((distance < 6) | (layer == 2))
+        terms = (torch.einsum("qbhd,kbhd->bhqk", q, k) / 4).exp() * is_visible
+        weights = terms / (terms.sum(-1, keepdim=True) + exact[3].exp()[:, None, None])
+        expected = torch.einsum("bhqk,kbhd->qbhd", weights, v).flatten(2)
+        actual = core._attend(*inputs)
+        direction = torch.randn(expected.shape, generator=generator)
+        (actual * direction).sum().backward()
+        (expected * direction).sum().backward()
+        pairs = zip([*inputs, core.softmax_offset], exact, strict=True)
+        gaps = [actual - expected, *(x.grad - y.grad for x, y in pairs)]  # type: ignore[operator]
+        result[f"layer {layer}, {queries} queries"] = max(float(gap.detach().abs().max()) for gap in gaps)
+    megatron_modules.QUERIES_AT_ONCE = all_at_once
+    return result
+
+
 def scaled_embedding() -> float:
     """Return the difference from a scale rounded to bf16 first, as in HF and SGLang: sqrt(32) becomes 5.65625."""
     model = build("gemma2", model={"dtype": "bfloat16"})
@@ -405,6 +443,7 @@ def config_errors() -> dict[str, str]:
         "window": error("qwen2", model={"megatron": {"window_size": [8, 0]}}),
         "fused router": error("deepseek_v2", model={"megatron": {"moe_router_fusion": True}}),
         "dropout": error("gemma2", model={"megatron": {"attention_dropout": 0.1}}),
+        "fused biases": error("gpt_oss", model={"megatron": {"bias_activation_fusion": True}}),
         "accepted": error("qwen3_moe", model={"megatron": {"moe_z_loss_coeff": 0.1}}),
     }
 
@@ -596,7 +635,7 @@ def absent_config_keys() -> dict[str, float]:
         groups = {"n_group": 8, "topk_group": 4} | larger["deepseek_v3"]
         cases[f"deepseek_v3 {key}"] = ("deepseek_v3", (key,), groups)
     llama3 = dict(tiny.HF["llama"]["rope_parameters"])
-    rope_scaling = {"rope_scaling": llama3, "original_max_position_embeddings": 8192}
+    rope_scaling = {"rope_scaling": llama3, "original_max_position_embeddings": 12}
     cases["llama 3, rope_scaling"] = ("llama", ("rope_parameters",), rope_scaling)
     cases["both blocks"] = ("llama", (), {"rope_scaling": llama3})
     batch, result = tiny.batch(), {}
@@ -604,7 +643,7 @@ def absent_config_keys() -> dict[str, float]:
         values = {key: value for key, value in (tiny.HF[family] | changes).items() if key not in keys}
         values["initializer_range"] = 0.1  # does not affect log-probs
         name = values["architectures"][0]
-        config = getattr(transformers, name.replace("ForCausalLM", "Config"))(**json.loads(json.dumps(values)))
+        config = getattr(transformers, name).config_class(**json.loads(json.dumps(values)))
         config._attn_implementation = "eager"
         torch.manual_seed(0)
         hf = getattr(transformers, name)(config).float().eval()
@@ -885,10 +924,10 @@ def zero_spread_alarms() -> list[str]:
 
 
 CHECKS: list[Callable[[], Any]] = [
-    platform, names, packed_rope, logprobs, micro_batch, attention, capped_attention, scaled_embedding,
-    recomputed_output, replayed_routing, routing_by_role, config_errors, hf_folders, absent_config_keys, bf16_training,
-    schedule, critic, aux_losses, training, engine_calls, generation_numbers, weight_checks, empty_batch,
-    aborted_rewards, set_placement, loss_columns, roles_before_run, zero_spread_alarms,
+    platform, names, packed_rope, logprobs, micro_batch, attention, capped_attention, sink_attention,
+    scaled_embedding, recomputed_output, replayed_routing, routing_by_role, config_errors, hf_folders,
+    absent_config_keys, bf16_training, schedule, critic, aux_losses, training, engine_calls, generation_numbers,
+    weight_checks, empty_batch, aborted_rewards, set_placement, loss_columns, roles_before_run, zero_spread_alarms,
     sampling_masks.masked_logprobs, sampling_masks.masked_micro_batch,
 ]  # fmt: skip
 

@@ -22,6 +22,7 @@ import pytest
         ("window", ["model.megatron.window_size", "config.json determines"]),
         ("fused router", ["model.megatron.moe_router_fusion"]),
         ("dropout", ["model.megatron.attention_dropout", "soft cap"]),
+        ("fused biases", ["model.megatron.bias_activation_fusion", "gate and up in turn"]),
     ],
 )
 def test_refuses_invalid_config_with_remedy(units: dict[str, Any], case: str, words: list[str]) -> None:

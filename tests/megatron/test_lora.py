@@ -31,6 +31,8 @@ MODELS = [
     "deepseek_v3:actor@tp=2,ep=2",
     "deepseek_v3:critic@cp=2",
     "gpt_oss:actor@tp=2,ep=2",
+    "deepseek_v32:actor@tp=2",
+    "qwen3_next:actor@tp=2",
     f"deepseek_v3:actor:{EXPERTS}@pp=2",  # the first stage is a dense layer without trained parameters
 ]
 

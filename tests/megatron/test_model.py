@@ -25,14 +25,14 @@ SHARED_TABLES = "deepseek_llm:actor kimi_k2:actor qwen3_yarn:actor"
 # The part of tools/check_parity.py's table that covers every feature: layout -> family:role.
 MODELS = {
     "": f"{MOE} {DENSE} {SHARED_TABLES} gemma2:actor deepseek_v2:actor glm4_moe_mtp:actor deepseek_v3:critic "
-    "llama:reward_model deepseek_v32:actor",
+    "llama:reward_model qwen3_5:actor deepseek_v32:actor",
     "tp=2": f"{MOE} {DENSE} gemma2:actor qwen3_moe:critic",
     "pp=2": f"{MOE} {DENSE} gemma2:actor gemma2:critic deepseek_v3:critic deepseek_v3_mtp:actor",
     "ep=2,recompute": f"{MOE} deepseek_v3_mtp:actor",
     "overlap": f"{MOE} qwen2:actor qwen3_moe:reward_model",
     "cp=2,selective": "qwen2:actor qwen3_yarn:actor gemma2:actor gpt_oss:actor deepseek_v3:actor qwen2:reward_model",
-    "tp=2,etp=2,ep=2": "qwen3_moe:actor glm4_moe_mtp:actor",
-    "tp=2,cp=2,ep=2": "glm_moe_dsa:actor qwen3_moe:actor deepseek_v3_mtp:actor deepseek_v3:critic "
+    "tp=2,etp=2,ep=2": "qwen3_moe:actor qwen3_5_moe:actor glm4_moe_mtp:actor",
+    "tp=2,cp=2,ep=2": "glm_moe_dsa:actor qwen3_moe:actor qwen3_next:actor deepseek_v3_mtp:actor deepseek_v3:critic "
     "qwen3_moe:reward_model",
     "pp=3,vpp=2": "qwen3:actor deepseek_v3:critic qwen3:reward_model",
     "tp=2,ep=2": f"{MOE} deepseek_v2:actor glm4_moe:actor gpt_oss:actor deepseek_v3:critic deepseek_v3:critic@pp=2",

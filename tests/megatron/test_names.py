@@ -17,6 +17,7 @@ BOTH_SPECS = {  # on a rank whose layer 0 and expert 0 are the model's layer 4 a
     LAYER + "mlp.linear_fc1.layer_norm_weight": GLOBAL + "pre_mlp_layernorm.weight",
     LAYER + "mlp.experts.local_experts.3.linear_fc2.weight": GLOBAL + "mlp.experts.11.linear_fc2.weight",
     LAYER + "mlp.experts.linear_fc1.weight3": GLOBAL + "mlp.experts.11.linear_fc1.weight",
+    LAYER + "mlp.experts.linear_fc1.bias3": GLOBAL + "mlp.experts.11.linear_fc1.bias",
     LAYER + "mlp.shared_experts.linear_fc1.weight": GLOBAL + "mlp.shared_experts.linear_fc1.weight",
     LAYER + "mlp.router.expert_bias": GLOBAL + "mlp.router.expert_bias",
     MTP + "enorm.weight": MTP + "enorm.weight",

@@ -158,8 +158,8 @@ HF["qwen3_next"] = dict(
     full_attention_interval=2,
     partial_rotary_factor=0.5,
     linear_conv_kernel_dim=4,
-    linear_key_head_dim=8,
-    linear_value_head_dim=12,
+    linear_key_head_dim=16,
+    linear_value_head_dim=24,
     linear_num_key_heads=4,
     linear_num_value_heads=8,
     tie_word_embeddings=False,
@@ -170,6 +170,10 @@ HF["qwen3_5_moe"] = {
     for key, value in HF["qwen3_next"].items()
     if key not in ("intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
 } | dict(architectures=["Qwen3_5MoeForCausalLM"])
+HF["qwen3_5"] = {
+    key: value for key, value in HF["qwen3_next"].items() if key in COMMON or "linear" in key or "full" in key
+} | dict(architectures=["Qwen3_5ForCausalLM"], head_dim=16, partial_rotary_factor=0.5, rope_theta=10000.0)
+HF["qwen3_5"]["tie_word_embeddings"] = True
 HF["deepseek_v3_mtp"] = HF["deepseek_v3"] | dict(num_nextn_predict_layers=2)
 HF["glm4_moe_mtp"] = HF["glm4_moe"] | dict(num_nextn_predict_layers=1)
 
@@ -270,6 +274,8 @@ def hf_model(family: str) -> Any:
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if "norm" in name or name.endswith(("bias", "sinks")):
                 tensor.add_(0.1 * torch.randn(tensor.shape, generator=generator))
+            elif name.endswith("A_log"):
+                tensor.sub_(3.0)  # decays of delta nets with which a state lasts for several tokens
     return model
 
 

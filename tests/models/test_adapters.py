@@ -71,7 +71,9 @@ def test_refuses_target_without_layers(target: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen2", "qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss", "deepseek_v32", "minimax_m2", "ling2"]
+    "family",
+    ["qwen2", "qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss", "deepseek_v32", "qwen3_next", "qwen3_5", "minimax_m2"]
+    + ["ling2"],
 )
 def test_merging_commutes_with_sharding(family: str) -> None:
     """On each of two ranks, the shard of W + s B A equals the merge of the shards of W, B and A."""

@@ -92,6 +92,18 @@ GEMMA2 = (
         "final_logit_softcapping": 30.0,
     }
 )
+DELTA_NETS = SMALL | {
+    "head_dim": 8,
+    "full_attention_interval": 2,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 6,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+QWEN3_5_MOE = {
+    key: value for key, value in (MOE | DELTA_NETS).items() if key not in ("intermediate_size", "norm_topk_prob")
+}
+QWEN3_5_MOE |= {"num_experts": 4, "shared_expert_intermediate_size": 12}
 ERNIE = SMALL | {
     "moe_num_experts": 4,
     "moe_k": 2,
@@ -110,6 +122,9 @@ MODELS = {
     "glm4_moe": ("Glm4Moe", GLM),
     "glm4_moe with norms": ("Glm4Moe", GLM | {"attention_bias": False, "use_qk_norm": True}),
     "gpt_oss": ("GptOss", SMALL | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2} | HARMONIC),
+    "qwen3_next": ("Qwen3Next", QWEN3_5_MOE | {"intermediate_size": 24, "norm_topk_prob": True}),
+    "qwen3_5_moe": ("Qwen3_5Moe", QWEN3_5_MOE),
+    "qwen3_5": ("Qwen3_5", DELTA_NETS | {"tie_word_embeddings": True}),
     "deepseek_v2": ("DeepseekV2", V2),
     "deepseek_v2 without q_lora": ("DeepseekV2", V2 | {"q_lora_rank": None, "rope_parameters": YARN}),
     "deepseek_v2 with groups": ("DeepseekV2", V2 | GROUPS),
@@ -493,6 +508,7 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3", "a
         ("deepseek_v3", {"topk_method": "greedy"}, "topk_method='greedy'"),
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=False"),
         ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq=2"),
+        ("deepseek_v3", {"v_head_dim": 13}, r"v_head_dim=13 above qk_nope_head_dim \+ qk_rope_head_dim = 12"),
         ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads=2"),
         ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob=False with num_experts_per_tok=2"),
         ("deepseek_v3", {"num_experts_per_tok": 4}, "num_experts_per_tok=4 with topk_group=1"),
@@ -538,6 +554,30 @@ def test_unknown_architecture_error_lists_known_ones() -> None:
     with pytest.raises(ConfigError, match=f"MambaForCausalLM; known: {', '.join(FAMILIES)}"):
         family_of({"architectures": ["MambaForCausalLM"], "model_type": "mamba"})
     assert family_of({"model_type": "qwen2"}).architecture == "Qwen2ForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "values", "nearest"),
+    [
+        ("Qwen9MoeForCausalLM", MOE | {"num_experts": 4}, "Qwen3MoeForCausalLM"),
+        ("Qwen9MoeForCausalLM", {}, "Qwen3MoeForCausalLM"),
+        ("Llama9ForCausalLM", SMALL, "LlamaForCausalLM"),
+        ("Gemma9ForCausalLM", SMALL, "Gemma2ForCausalLM"),
+        ("DeepstarForCausalLM", MLA, "DeepseekV"),  # experts and latent attention count more than the name
+        ("DeepseekV3OtherForCausalLM", MLA, "DeepseekV3ForCausalLM"),
+        ("Qwen2OtherForConditionalGeneration", SMALL, "Qwen2ForCausalLM"),
+        ("BertModel", SMALL, None),
+        ("MambaForCausalLM", {}, None),
+    ],
+)
+def test_unknown_architecture_error_names_the_nearest_table(
+    architecture: str, values: dict[str, Any], nearest: str | None
+) -> None:
+    with pytest.raises(ConfigError, match=f"^no model family for the architecture {architecture}") as error:
+        family_of(values | {"architectures": [architecture], "model_type": "other"})
+    expected = f"{architecture}; known" if nearest is None else f"(nearest is {nearest}"
+    assert expected in str(error.value)
+    assert nearest is None or "; see megarl/models/README.md); known: Qwen2ForCausalLM, " in str(error.value)
 
 
 def test_load_hf_config_reads_folder_or_file(tmp_path: Path) -> None:

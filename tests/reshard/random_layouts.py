@@ -29,6 +29,27 @@ class Case:
         return self.hf, self.train, self.engine, self.ranks_per_node, self.bucket_bytes, self.wire, self.min_piece
 
 
+DELTA_NETS = 1000
+"""Cases from this seed on have gated delta nets."""
+
+
+def delta_nets(rng: random.Random, heads: int) -> dict[str, Any]:
+    """Return the keys of Qwen3-Next or Qwen3.5-MoE, with a multiple of `heads` key heads."""
+    architecture, model_type = rng.choice((("Qwen3Next", "qwen3_next"), ("Qwen3_5Moe", "qwen3_5_moe_text")))
+    keys = heads * rng.randint(1, 2)
+    return {
+        "architectures": [f"{architecture}ForCausalLM"],
+        "model_type": model_type,
+        "partial_rotary_factor": 1.0,
+        "full_attention_interval": rng.randint(1, 3),
+        "linear_num_key_heads": keys,
+        "linear_num_value_heads": keys * rng.randint(1, 3),
+        "linear_key_head_dim": rng.randint(1, 3),
+        "linear_value_head_dim": rng.randint(1, 3),
+        "linear_conv_kernel_dim": rng.randint(2, 4),
+    }
+
+
 def random_case(seed: int, worlds: tuple[int, ...] = WORLDS) -> Case:
     """Return a deterministic random case."""
     rng = random.Random(f"reshard {seed}")
@@ -37,6 +58,8 @@ def random_case(seed: int, worlds: tuple[int, ...] = WORLDS) -> Case:
     world = rng.choice([w for w in worlds if wire != "fp8" or w <= 8] or worlds)
     block = 128 if wire == "fp8" else 1
     family = rng.choice(("qwen2", "qwen3_moe", "deepseek_v3"))
+    if seed >= DELTA_NETS:
+        family, wire, block = "qwen3_moe", "fp32" if wire == "fp32" else "bf16", 1
     layers = rng.randint(1, 4)
 
     pp = rng.choice([d for d in divisors(world) if d <= layers + 2])
@@ -82,6 +105,10 @@ def random_case(seed: int, worlds: tuple[int, ...] = WORLDS) -> Case:
         else:
             hf |= {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": experts}
             hf |= {"num_experts_per_tok": 2, "norm_topk_prob": True}
+        if seed >= DELTA_NETS:
+            hf |= delta_nets(rng, lcm(tp, size // dp)) | {
+                "shared_expert_intermediate_size": lcm(tp, shared_tp or size) * rng.randint(1, 2)
+            }
     hf["moe_intermediate_size"] = moe
 
     redundant = {}
@@ -98,6 +125,9 @@ def random_case(seed: int, worlds: tuple[int, ...] = WORLDS) -> Case:
         fuse_shared=hf.get("n_shared_experts") == 1 and rng.random() < 0.5,
         draft=rng.random() < 0.7,
     )
+    if family != "qwen2" and wire == "bf16" and seed % 9 == 7:
+        wire, engine = "int4", replace(engine, fuse_shared=False)
+        hf |= {"hidden_size": 32 * hf["hidden_size"], "moe_intermediate_size": 32 * moe}  # groups of 32
     return Case(
         hf,
         train,

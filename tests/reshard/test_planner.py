@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -304,6 +305,56 @@ def test_fp8_halves_the_bytes() -> None:
     assert half.nbytes.sum() / full.nbytes.sum() == pytest.approx(0.5, abs=0.01)
 
 
+@pytest.mark.parametrize(
+    ("ffn", "tp", "ep", "message"),
+    [
+        (
+            768,
+            8,
+            1,
+            "experts.0.gate_proj.weight in 8 parts of 96 rows .* rollout.ep=4 or 8, or set rollout.tp=1 or 2, or",
+        ),
+        (768, 4, 2, ""),
+        (768, 2, 1, ""),
+        (384, 2, 1, "in 2 parts of 192 rows cuts blocks of 128: .* rollout.ep=2, or set rollout.tp=1, or use a BF16"),
+        (
+            192,
+            1,
+            1,
+            "experts.0.up_proj.weight begins at 192 of the engine's tensor, .* SGLang refuses them; use a BF16",
+        ),
+    ],
+)
+def test_fp8_blocks_that_the_engine_cuts_are_refused(ffn: int, tp: int, ep: int, message: str) -> None:
+    """Every size that the error names works, and no other."""
+    hf = {
+        **dict(architectures=["Qwen3MoeForCausalLM"], num_hidden_layers=1, hidden_size=2048, head_dim=128),
+        **dict(num_attention_heads=32, num_key_value_heads=8, num_experts=8, num_experts_per_tok=2, vocab_size=256),
+        **dict(moe_intermediate_size=ffn, intermediate_size=ffn, rms_norm_eps=1e-6, max_position_embeddings=64),
+    }
+
+    def plan(tp: int, ep: int) -> ReshardPlan:
+        return ReshardPlan(hf, TrainLayout(8, 1, 1, ((0,),)), EngineLayout(tp, ep), 8, wire="fp8")
+
+    if not message:
+        plan(tp, ep)
+        return
+    with pytest.raises(ConfigError, match=message) as error:
+        plan(tp, ep)
+    assert "\n" not in str(error.value)
+    for key, sizes in (("ep", [(tp, size) for size in (1, 2, 4, 8)]), ("tp", [(size, ep) for size in (1, 2, 4, 8)])):
+        named = re.search(rf"rollout\.{key}=((?:\d+, )*\d+(?: or \d+)?),", str(error.value))
+        works = [] if named is None else list(map(int, re.findall(r"\d+", named[1])))
+        for engine_tp, engine_ep in sizes:
+            if engine_tp > tp or engine_ep > engine_tp:
+                continue
+            if (engine_ep if key == "ep" else engine_tp) in works:
+                plan(engine_tp, engine_ep)
+            else:
+                with pytest.raises(ConfigError, match="cannot be sent as FP8"):
+                    plan(engine_tp, engine_ep)
+
+
 def test_invalid_plans_raise_in_one_line() -> None:
     hf, train, engine, ranks_per_node, _ = deepseek(512, 32)
     for ranks, message in (
@@ -319,7 +370,12 @@ def test_invalid_plans_raise_in_one_line() -> None:
         ((hf, train, engine, ranks_per_node, 4096), "bucket"),
         ((hf, TrainLayout(576, 1, 36, even_stages(61, 16)), engine, 8), "36"),
         # 18432 rows of a dense MLP over 32 ranks are 576, or four and a half blocks
-        ((hf, train, engine, ranks_per_node, 1 << 30, "fp8"), "mlp.*FP8"),
+        (
+            (hf, train, engine, ranks_per_node, 1 << 30, "fp8"),
+            "mlp.gate_proj.weight in 32 parts of 576 rows cuts blocks of 128; .*shared_experts.gate_proj.weight in 32 "
+            "parts of 64 rows .* SGLang refuses them; with rollout.tp=32 set rollout.sglang.moe_dense_tp_size=1 and "
+            "rollout.sglang.moe_a2a_backend=deepep with rollout.ep=32, or set rollout.tp=1, 2, 4, 8 or 16, or use a BF",
+        ),
         ((hf, TrainLayout(512, 8, 32, even_stages(60, 16)), engine, ranks_per_node), "layer 60"),
         (
             (hf, train, replace(engine, ranks=tuple(range(500))), ranks_per_node),
