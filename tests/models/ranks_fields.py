@@ -1,6 +1,6 @@
 """Perturb every field of each family's config.json: the trainer computes what transformers computes, or refuses it.
 
-Argument: a family of `tiny.HF`. Prints the number of cases by outcome, and every case that fails:
+Argument: a family of `tiny.HF` that transformers has. Prints the number of cases by outcome, and every case that fails:
 
     equal: both compute the same log-probs
     refused: one line of ConfigError
@@ -35,12 +35,6 @@ TOLERANCE = 1e-4
 ABSENT = object()
 IDENTITY = {"architectures", "model_type", "transformers_version", "_name_or_path"}
 """Keys that name the model rather than describe it."""
-
-LIKE_SGLANG = {("GlmMoeDsaForCausalLM", "rms_norm_eps")}
-"""Fields with which the trainer does what SGLang does, and transformers does not.
-
-GLM-5's norms of latents have `rms_norm_eps` in SGLang, and 1e-6 in transformers.
-"""
 
 KNOWN: dict[str, list[Any]] = {
     "hidden_act": ["silu", "gelu", "gelu_pytorch_tanh", "relu"],
@@ -118,18 +112,14 @@ def other_rope(block: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def full_config(family: str) -> dict[str, Any]:
     """Return the config.json that transformers writes for a tiny model, with every default."""
-    import transformers
-
     values = copy.deepcopy(tiny.HF[family])
-    config_class = getattr(transformers, values["architectures"][0]).config_class
-    written = json.loads(config_class(**values).to_json_string(use_diff=False))
+    written = json.loads(tiny.hf_config(values).to_json_string(use_diff=False))
     # and what SGLang alone reads
     return {key: value for key, value in values.items() if key not in ("rope_theta", "rope_scaling")} | written
 
 
 def cases(hf: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    exempt = {key for architecture, key in LIKE_SGLANG if architecture == hf["architectures"][0]}
-    for key in sorted(hf.keys() - IDENTITY - exempt):
+    for key in sorted(hf.keys() - IDENTITY):
         yield key, ABSENT
         for value in other_values(key, hf[key]):
             yield key, value
@@ -148,15 +138,15 @@ def changed(hf: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
 
 def hf_model(hf: dict[str, Any]) -> Any:
     """Return transformers' model with weights that depend on nothing but their names and shapes."""
-    import transformers
     from transformers.initialization import no_init_weights
 
-    model_class = getattr(transformers, hf["architectures"][0])
+    model_class = tiny.hf_class(hf)
     config = model_class.config_class.from_dict(copy.deepcopy(hf))
     config._attn_implementation = "eager"
     with no_init_weights():
         model = model_class._from_config(config, dtype=torch.float32).eval()
     model.tie_weights()
+    tiny.set_latent_eps(model)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
