@@ -114,6 +114,7 @@ def full_config(family: str) -> dict[str, Any]:
     """Return the config.json that transformers writes for a tiny model, with every default."""
     values = copy.deepcopy(tiny.HF[family])
     written = json.loads(tiny.hf_config(values).to_json_string(use_diff=False))
+    written["architectures"] = values["architectures"]
     # and what SGLang alone reads
     return {key: value for key, value in values.items() if key not in ("rope_theta", "rope_scaling")} | written
 
