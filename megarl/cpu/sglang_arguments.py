@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from megarl.config import Config, ConfigError
+from megarl.models.int4 import is_int4
+from megarl.models.registry import load_hf_config
 from megarl.parallel import shared_memory
 
 NamedTensors = Sequence[tuple[str, torch.Tensor]]
@@ -66,6 +68,7 @@ def server_args(config: Config, first_device: int) -> dict[str, Any]:
         "max_running_requests": rollout.concurrency,
         "max_mamba_cache_size": STATES_PER_REQUEST * rollout.concurrency,
         "sleep_on_idle": True,  # otherwise an idle engine keeps a core busy while the ranks train
+        **({"moe_runner_backend": "triton"} if is_int4(load_hf_config(config.model.path)) else {}),  # its layout
     }
 
 

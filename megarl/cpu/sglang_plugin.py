@@ -14,6 +14,7 @@ import torch
 
 from megarl.cpu import sglang_gated_delta_net, sglang_sparse_attention, sglang_speculative
 from megarl.models import mxfp4
+from megarl.models.int4 import Int4Matrix, dequantise
 from megarl.parallel.job_secret import SECRET_ENV, SealedPickle, seal_object_collectives
 from megarl.parallel.rendezvous import bind_store_addresses
 
@@ -108,11 +109,13 @@ def register() -> None:
     if SECRET_ENV in os.environ:
         seal_pickles()
     _patch_stacked_experts()
+    _keep_int4_layout()
     sglang_sparse_attention.install_record()
     if is_cpu():
         _patch_models()
         _patch_minimax()
         _patch_expert_parallel()
+        _patch_int4_experts()
         _patch_attention()
         _patch_gpt_oss()
         sglang_sparse_attention.install()
@@ -326,6 +329,61 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
     """Apply a linear layer whose bias is FP32, whatever the weight's dtype."""
     y = torch.nn.functional.linear(x, weight)
     return y if bias is None else (y.float() + bias).to(y.dtype)
+
+
+def _keep_int4_layout() -> None:
+    """Leave INT4 experts as Triton's kernel has them when a weight update begins.
+
+    SGLang then gives them the checkpoint's shapes, with which Marlin's class begins, and does not convert them back.
+    """
+    from sglang.srt.layers.quantization.compressed_tensors.schemes import CompressedTensorsWNA16TritonMoE
+
+    CompressedTensorsWNA16TritonMoE.restore_weights_before_loading = lambda self, layer: None
+
+
+def _patch_int4_experts() -> None:
+    """Compute with INT4 experts, for which SGLang has Marlin's and Triton's kernels on a GPU only.
+
+    The layer has its experts as for Triton (`moe_runner_backend`), so that weight syncs write the same bytes as there.
+    """
+    from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
+    from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+    from sglang.srt.layers.quantization.compressed_tensors.schemes import CompressedTensorsWNA16TritonMoE as Scheme
+
+    def apply_weights(self: Any, layer: torch.nn.Module, dispatch_output: Any) -> Any:
+        weights, ids = dispatch_output.topk_output[:2]
+        x = dispatch_output.hidden_states
+        w13, w2 = (
+            Int4Matrix(getattr(layer, f"{name}_weight_packed"), getattr(layer, f"{name}_weight_scale"))
+            for name in ("w13", "w2")
+        )
+        return StandardCombineInput(hidden_states=local_int4_experts(x, weights, ids, w13, w2))
+
+    dtypes = CompressedTensorsConfig.get_supported_act_dtypes
+    # fp32, to compare engines exactly
+    CompressedTensorsConfig.get_supported_act_dtypes = lambda self: [*dtypes(self), torch.float32]
+    Scheme.apply_weights = apply_weights
+    Scheme.create_moe_runner = lambda self, layer, config: setattr(self, "moe_runner_config", config)
+
+
+def local_int4_experts(
+    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, w13: Int4Matrix, w2: Int4Matrix
+) -> torch.Tensor:
+    """Like `local_experts`, with a leading dimension of experts in both tensors of `w13` and `w2`.
+
+    The weights are rounded to bfloat16 as in Triton's kernel, whatever the dtype of `x`.
+    """
+    chosen = [expert for expert in ids.unique().tolist() if expert >= 0]
+    if not chosen:
+        return torch.zeros_like(x)
+    position = torch.full((len(w13.packed) + 1,), -1)  # the last entry is for ids of -1
+    position[chosen] = torch.arange(len(chosen))
+
+    def stack(experts: Int4Matrix) -> torch.Tensor:
+        parts = (Int4Matrix(experts.packed[e], experts.scales[e].bfloat16()) for e in chosen)
+        return torch.stack([dequantise(part, x.dtype) for part in parts])
+
+    return local_experts(x, weights, position[ids.long()], stack(w13), stack(w2))
 
 
 def _patch_attention() -> None:

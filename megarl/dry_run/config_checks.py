@@ -23,6 +23,7 @@ from megarl.models import megatron_fields
 from megarl.models.config_json import rope_options
 from megarl.models.family import HFConfig
 from megarl.models.hf_folder import check_target, open_hf
+from megarl.models.int4 import is_int4
 from megarl.models.layout_algebra import IndivisibleError
 from megarl.models.lora_tables import adapter_params
 from megarl.models.pipeline_stages import stage_layers
@@ -122,6 +123,13 @@ def check_role_layout(hf: HFConfig, config: Config, role: str) -> None:
 def check_engine(hf: HFConfig, config: Config) -> None:
     """Check that the model divides by the engines' tp and ep, and the engines' settings."""
     settings, tp, ep = family_of(hf).megatron_config(hf), config.rollout.tp, config.rollout.ep
+    adapters = adapter_params(family_of(hf).params(hf, 1), config.lora) if config.lora.rank else []
+    if is_int4(hf) and any(param.expert is not None for param in adapters):
+        raise ConfigError(
+            "lora.rank: adapters on the routed experts of an INT4 checkpoint would be merged and then rounded for the "
+            "engine, to another policy than the one trained; name other layers in lora.target_modules, such as "
+            "linear_proj"
+        )
     rollout, sglang = config.rollout, config.rollout.sglang
     server_args.check(sglang)
     tool_calls.parser_name(config.rollout.tool_call_parser, hf)

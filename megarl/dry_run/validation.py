@@ -136,7 +136,12 @@ def check_expectations(
 
 
 _FAILED = object()
-WIRE_FORMATS = {"bf16": "bfloat16", "fp32": "float32", "fp8": "FP8, quantised at their owner, the rest as bfloat16"}
+WIRE_FORMATS = {
+    "bf16": "bfloat16",
+    "fp32": "float32",
+    "fp8": "FP8, quantised at their owner, the rest as bfloat16",
+    "int4": "INT4 with a scale per 32 (routed experts), the rest as bfloat16",
+}
 ESTIMATE_PREFIXES = dict.fromkeys(("activations", "engine KV cache", "reward model activations"), "about ")
 ESTIMATE_PREFIXES |= dict.fromkeys(("micro-batches", "reshard staging", PENDING_CHECKPOINT), "at most ")
 GPU_SIZES = (16, 24, 40, 48, 80, 96, 141, 192, 288)  # GB, commercially available

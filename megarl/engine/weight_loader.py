@@ -154,6 +154,8 @@ class WeightChannel:
         self._folder.close()
 
 
+_WITH_LANGUAGE_MODEL = {"KimiK25ForConditionalGeneration"}
+"""SGLang's models of which only `language_model` is trained; the tables have its tensors' names."""
 LOADER_NAME = f"{__name__}.load"
 """The loader's name in SGLang, as server argument and as load format."""
 
@@ -169,6 +171,8 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
     except Exception as error:  # the rank has ended meanwhile
         print(f"a rank's shared memory is missing: {type(error).__name__}: {error}", flush=True)
         return
+    if type(model).__name__ in _WITH_LANGUAGE_MODEL:
+        model = model.language_model  # type: ignore[assignment]
     try:
         with torch.no_grad():
             order = json.loads(_bytes(shared["order"]))
@@ -299,6 +303,7 @@ _LAYOUT_MARKERS = {
     "w13_swiglu_interleaved": "has the rows of gate and up in turn",
     "use_triton_kernels": "has its experts transposed",
     "use_marlin": "has its weights repacked",
+    "is_marlin_converted": "has its weights repacked",
     "_mega_moe_weights_built": "has its experts repacked",
     "is_shuffled": "has its weights shuffled",
     "aiter_bpreshuffled": "has its weights shuffled",

@@ -27,6 +27,7 @@ from megarl.megatron.offload import MemoryOffload, WeightSnapshot
 from megarl.megatron.oom_retry import OOMRetry
 from megarl.megatron.parameter_names import named_params, unwrap
 from megarl.megatron.sparse_attention import collect_indexer_loss
+from megarl.models import int4
 from megarl.models.family import VALUE_HEAD
 from megarl.models.flops import quadratic_cost
 from megarl.models.layout_algebra import Param
@@ -119,6 +120,7 @@ class MegatronModel:
     ) -> None:
         self.hf_config, self.config, self.ranks, self.role = hf_config, config, ranks, role
         self.mtp_layers = num_trained_mtp(hf_config, config) if role == "actor" and trains else 0
+        self.rounds_experts = role == "actor" and int4.is_int4(hf_config)
         self.optimizer: Any = None
         self.replay_shape: RoutingShape | None = None
         self._weight_offload, self._optimizer_offload = MemoryOffload(), MemoryOffload()
@@ -207,6 +209,21 @@ class MegatronModel:
             raise ConfigError(f"{bad_names[0]} has elements that are not finite; these weights cannot be trained")
         if self.optimizer is not None:
             self.optimizer.reload_model_params()  # the fp32 masters
+        self._round_int4_experts()
+
+    @torch.no_grad()
+    def _round_int4_experts(self) -> None:
+        """Round the routed experts of an INT4 checkpoint's policy to the values that the engine computes with.
+
+        Quantisation-aware training: the bf16 weights are the INT4 values nearest to the optimizer's fp32 masters, which
+        keep what an update adds, and gradients pass straight through to them. Compared with rounding in each forward
+        pass, the result is the same, and it costs no memory and one pass over the weights per update.
+        """
+        if not self.rounds_experts:
+            return
+        for name, tensor in named_params(self.chunks, self.ranks.ep_rank).items():
+            if ".mlp.experts." in name:
+                int4.round_to_grid(tensor.data)
 
     def load_hf(self, folder: str | Path) -> None:
         """Load weights from an HF folder. A value head stays zero unless the folder has one. Raises ConfigError."""
@@ -351,6 +368,8 @@ class MegatronModel:
             if coef:
                 aux_losses |= collect_indexer_loss(self.ranks, coef, total_tokens)
             norm, is_taken = optimizer.take_step(self.optimizer, self.scheduler)
+            if is_taken:
+                self._round_int4_experts()
         local_metrics = sum_metrics(results) if self.dispatcher.is_reporter else {}
         gathered = all_gather_objects((local_metrics, optimizer.has_finite_weights(self.chunks)), self.ranks.host_group)
         if bad_ranks := [rank for rank, (_, finite) in enumerate(gathered) if not finite]:

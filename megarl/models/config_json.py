@@ -14,6 +14,7 @@ from typing import Annotated, Any, get_args
 from megarl.config import ConfigError, strict
 from megarl.config.strict import PositiveFloat, PositiveInt, Range
 from megarl.models.fp8 import is_fp8
+from megarl.models.int4 import is_int4
 from megarl.models.mxfp4 import is_mxfp4
 
 Size = Annotated[int, Range(1, 1 << 24)]
@@ -114,6 +115,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     | {"attention_bias": True, "head_dim": 64, "rope_theta": 150000.0, "sliding_window": 128}
     | {"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
 }
+DEFAULTS["kimik25"] = DEFAULTS["deepseekv3"]  # of its language model
 """Defaults of absent keys by model, from its configuration class in transformers. Tables in other files add theirs.
 
 None means null, or computed from other keys. Sizes that every published config.json has are required and have no
@@ -239,7 +241,8 @@ def require_common(
     layer_types: the attention type of each layer; None for full attention everywhere.
     mxfp4: whether checkpoints of this family may be in MXFP4, and then not in FP8.
     """
-    declares_fp8 = is_fp8(hf)  # raises for any quantisation but FP8 and MXFP4
+    is_int4(hf)  # raises for other kinds of compressed-tensors
+    declares_fp8 = is_fp8(hf)  # raises for any other quantisation
     if declares_fp8 if mxfp4 else is_mxfp4(hf):
         method = hf["quantization_config"]["quant_method"]
         raise _error(hf, f"quantization_config with quant_method={method!r} is not implemented; use bfloat16 weights")

@@ -6,7 +6,7 @@ routing, with or without groups. GLM-4.7-Flash has V3's layers with a router in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from megarl.config.strict import PositiveFloat
 from megarl.models import blocks, config_json
 from megarl.models.blocks import HEADS, norm, weight
 from megarl.models.config_json import Experts, Few, Heads, Size, need, read, rope_options
-from megarl.models.family import Extras, Family
+from megarl.models.family import Extras, Family, StoredSlice
 from megarl.models.layout_algebra import Dim0Sharding, Dim1Sharding, HFConfig, HFTensor, Param, Replicated
 from megarl.models.rotary import yarn_scale
 
@@ -245,8 +245,9 @@ def _rope(hf: HFConfig) -> dict[str, Any]:
 
 def _check(hf: HFConfig, fields: dict[str, Any]) -> None:
     check_attention(hf, fields)
-    # SGLang applies it to the latents' norms, for which transformers has 1e-6
-    config_json.require(hf, "rms_norm_eps", 1e-6)
+    # SGLang applies it to the latents' norms, for which transformers has 1e-6.
+    # Kimi-K2-Thinking has 1e-5. The trainer then computes what the engine does, and transformers something else.
+    config_json.require(hf, "rms_norm_eps", 1e-6, (1e-5,) if hf.get("model_type") in ("kimi_k2", KIMI_K25) else ())
     if (size := need(hf, "v_head_dim")) > (keys := need(hf, "qk_nope_head_dim") + need(hf, "qk_rope_head_dim")):
         raise ConfigError(
             f"config.json: v_head_dim={size} above qk_nope_head_dim + qk_rope_head_dim = {keys} is not implemented: "
@@ -395,4 +396,36 @@ GLM4_MOE_LITE = Family(
     tool_call_parser="glm47",
     untrained_prefixes=untrained_prefixes,
     num_mtp_layers=num_mtp_layers,
+)
+
+
+# --- Kimi-K2.5 ------------------------------------------------------------------------------------------------------
+
+KIMI_K25 = "kimi_k25"
+"""`model_type` of Kimi-K2.5: K2 as the language model, which is trained on text, and a vision tower, which is not."""
+
+
+def flatten_kimi_k25(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of Kimi-K2.5's language model at the top level, as families read them.
+
+    config.json has them in `text_config`, and its quantization there or beside it.
+    """
+    text = dict(values["text_config"])
+    quantization = text.get("quantization_config") or values.get("quantization_config")
+    return {
+        **text,
+        "architectures": values.get("architectures") or ["KimiK25ForConditionalGeneration"],
+        "model_type": KIMI_K25,
+        **({"quantization_config": quantization} if quantization else {}),
+    }
+
+
+K25 = replace(
+    V3,
+    architecture="KimiK25ForConditionalGeneration",
+    model_type=KIMI_K25,
+    tool_call_parser="kimi_k2",
+    parsers_by_type={},
+    stored_slice=lambda hf, name: StoredSlice(f"language_model.{name}"),
+    untrained_prefixes=lambda hf: ("vision_tower.", "mm_projector."),
 )

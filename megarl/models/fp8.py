@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from megarl.config import ConfigError, strict
+from megarl.models.int4 import QUANT_METHOD as INT4_METHOD
 from megarl.models.layout_algebra import Param
 from megarl.models.mxfp4 import is_mxfp4
 
@@ -40,11 +41,11 @@ _CHUNK_ELEMENTS = 1 << 22  # bounds temporary memory
 def is_fp8(hf: Mapping[str, Any]) -> bool:
     """Return whether config.json declares an FP8 checkpoint, and so an FP8 engine in SGLang.
 
-    Raises ConfigError for any other quantization_config but MXFP4's, including power-of-two scales (scale_fmt "ue8m0",
-    for Blackwell).
+    Raises ConfigError for any other quantization_config but MXFP4's and INT4's, including power-of-two scales
+    (scale_fmt "ue8m0", for Blackwell).
     """
     quantization = hf.get("quantization_config")
-    if quantization is None or is_mxfp4(hf):
+    if quantization is None or is_mxfp4(hf) or quantization.get("quant_method") == INT4_METHOD:
         return False
     for key, implemented in _IMPLEMENTED.items():
         if (value := quantization.get(key)) not in implemented:

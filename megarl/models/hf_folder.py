@@ -1,6 +1,6 @@
 """Read Hugging Face safetensors folders lazily, slice by slice, and write them atomically and bitwise exactly.
 
-FP8 matrices and MXFP4 experts are dequantised to bfloat16 on reading, and written in bfloat16. Experts that a
+FP8 and INT4 matrices and MXFP4 experts are dequantised to bfloat16 on reading, and written in bfloat16. Experts that a
 checkpoint stacks are read and written as parts of the stack, see `family.StoredSlice`.
 
 The safetensors library needs all tensors of a file in memory and copies them. Here a tensor may be read just before it
@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 
 from megarl.config import ConfigError
 from megarl.config.strict import describe_lfs_pointer, read_json
-from megarl.models import mxfp4
+from megarl.models import int4, mxfp4
 from megarl.models.family import StoredSlice
 from megarl.models.fp8 import SCALE_SUFFIX, dequantise, grid_shape, is_fp8
 from megarl.models.layout_algebra import Param, assemble_shard
@@ -139,14 +139,17 @@ _LAYER = re.compile(r"model\.layers\.\d+\.")
 _MTP_COPIES = {"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": HEAD}
 """Tensors that checkpoints duplicate in multi-token prediction layers, and their originals."""
 FLOATS = ("BF16", "F16", "F32", "F64", "F8_E4M3")  # supported dtypes of stored weights, by safetensors name
+_INT4_SUFFIXES = (int4.PACKED_SUFFIX, int4.SCALE_SUFFIX, int4.SHAPE_SUFFIX)
+_CODES_PER_WORD = 8  # of `weight_packed`, int32
 
 
 class HFWeights:
     """The tensors of an HF folder by name, read on demand. Files stay open.
 
-    A matrix with FP8 block scales is returned in bfloat16, and its scales are not listed as tensors. A tensor that the
-    folder stores as a part of another, as `stored_slice` says, is read by its own name, too. Blocks and scales of MXFP4
-    are one tensor, the transposed stack that a checkpoint in bfloat16 has instead.
+    A matrix with FP8 block scales, or in packed INT4, is returned in bfloat16. It is listed by the name of its weight,
+    and its scales are not listed. A tensor that the folder stores as a part of another, as `stored_slice` says, is read
+    by its own name, too. Blocks and scales of MXFP4 are one tensor, the transposed stack that a checkpoint in bfloat16
+    has instead.
     """
 
     def __init__(self, folder: Path, files: dict[str, str], stored_slice: Callable[[str], StoredSlice | None]):
@@ -156,18 +159,25 @@ class HFWeights:
         self._open_files: dict[str, Any] = {}
 
     def names(self) -> list[str]:
-        """Return the names of the tensors as stored."""
+        """Return the names of the tensors as stored, of INT4 matrices without the suffix."""
+        packed = [name.removesuffix(int4.PACKED_SUFFIX) for name in self._files if name.endswith(int4.PACKED_SUFFIX)]
         scales = {name + SCALE_SUFFIX for name in self._files}
         stacks = {name.removesuffix(BLOCKS_SUFFIX) for name in self._files if name.endswith(BLOCKS_SUFFIX)}
-        parts = {stack + suffix for stack in stacks for suffix in (BLOCKS_SUFFIX, SCALES_SUFFIX)}
-        return [name for name in self._files if name not in scales | parts] + sorted(stacks)
+        hidden = {stack + suffix for stack in stacks for suffix in (BLOCKS_SUFFIX, SCALES_SUFFIX)}
+        hidden |= {name + suffix for name in packed for suffix in _INT4_SUFFIXES} | scales
+        return [name for name in self._files if name not in hidden] + sorted(stacks) + packed
 
     def view(self, name: str) -> StoredSlice | None:
         """Return where the folder stores this tensor as a part of another one, if it does."""
         view = None if name in self._files else self._stored_slice(name)
-        return view if view is not None and (view.name in self._files or self._is_mxfp4(view.name)) else None
+        if view is None or not (view.name in self._files or self._is_mxfp4(view.name) or self._packed_name(view.name)):
+            return None
+        return view
 
     def shape(self, name: str) -> tuple[int, ...]:
+        if packed := self._packed_name(name):
+            packed_rows, words = self._slice(packed + int4.PACKED_SUFFIX).get_shape()
+            return packed_rows, words * _CODES_PER_WORD
         view = self.view(name)
         if view is None:
             return self._stored_shape(name)
@@ -176,21 +186,24 @@ class HFWeights:
         return len(range(rows)[view.rows]), *columns
 
     def get(self, name: str) -> torch.Tensor:
-        """Return the full tensor on the host, in the file's dtype (bfloat16 for FP8)."""
-        if self.view(name) is not None:
+        """Return the full tensor on the host, in the file's dtype (bfloat16 for FP8 and INT4)."""
+        if self.view(name) is not None or self._packed_name(name):
             return self.get_slice(name, 0, 0, self.shape(name)[0])
         tensor = self._tensor(name)
         return dequantise(tensor, self._tensor(name + SCALE_SUFFIX)) if name + SCALE_SUFFIX in self._files else tensor
 
     def get_lazy(self, name: str) -> LazyTensor:
-        stored = self._slice(name).get_dtype()
-        dtype = next(dtype for dtype, kind in _DTYPE_NAMES.items() if kind == stored)
-        if name + SCALE_SUFFIX in self._files:
+        if name + SCALE_SUFFIX in self._files or self._packed_name(name):
             dtype = torch.bfloat16
+        else:
+            stored = self._slice(name).get_dtype()
+            dtype = next(dtype for dtype, kind in _DTYPE_NAMES.items() if kind == stored)
         return LazyTensor(self.shape(name), dtype, lambda: self.get(name))
 
     def get_slice(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
         """Return [start, stop) along `dim`. With `dim` 0, only that part is read from disk."""
+        if packed := self._packed_name(name):
+            return self._dequantise_packed(packed, dim, start, stop)
         if (view := self.view(name)) is not None:
             return self._view_slice(view, dim, start, stop)
         index = (slice(None),) * dim + (slice(start, stop),)
@@ -198,6 +211,29 @@ class HFWeights:
         if name + SCALE_SUFFIX not in self._files:
             return values
         return dequantise(values, self._tensor(name + SCALE_SUFFIX), *((start, 0) if dim == 0 else (0, start)))
+
+    def _packed_name(self, name: str) -> str:
+        """Return under which name the folder has an INT4 matrix, without the suffix; empty if it is none."""
+        if name + int4.PACKED_SUFFIX in self._files:
+            return name
+        view = None if name in self._files else self._stored_slice(name)
+        return view.name if view is not None and view.name + int4.PACKED_SUFFIX in self._files else ""
+
+    def _dequantise_packed(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
+        """Return a slice as `get_slice` does, of an INT4 matrix."""
+        if dim == 0:
+            index = scale_index = slice(start, stop), slice(None)
+            skipped = 0
+        else:
+            first, last = start // int4.GROUP, -(-stop // int4.GROUP)  # whole groups around the slice
+            words = int4.GROUP // _CODES_PER_WORD
+            index = (slice(None), slice(first * words, last * words))
+            scale_index, skipped = (slice(None), slice(first, last)), start - first * int4.GROUP
+        packed, scales = name + int4.PACKED_SUFFIX, name + int4.SCALE_SUFFIX
+        words = self._read(packed, lambda file: file.get_slice(packed)[index]).contiguous()
+        values = self._read(scales, lambda file: file.get_slice(scales)[scale_index])
+        weight = int4.dequantise(int4.Int4Matrix(words.view(torch.uint8), values))
+        return weight if dim == 0 else weight[:, skipped : skipped + stop - start]
 
     def _view_slice(self, view: StoredSlice, dim: int, start: int, stop: int) -> torch.Tensor:
         stored_shape = self._stored_shape(view.name)
@@ -230,13 +266,17 @@ class HFWeights:
         prediction layers, unless `mtp` is set.
         """
         family = family_of(hf)
-        expected = {tensor.name: tensor.shape for param in family.params(hf, 1, mtp=mtp) for tensor in param.hf}
+        table = [(tensor, param) for param in family.params(hf, 1, mtp=mtp) for tensor in param.hf]
+        expected = {tensor.name: tensor.shape for tensor, _ in table}
         expected = {name: shape for name, shape in expected.items() if name not in optional}
         where = f"{self.folder}:"
         self._check_mxfp4(is_mxfp4(hf))
         self._check_fp8(is_fp8(hf))
-        views = {name: view for name in expected if (view := self.view(name)) is not None}
-        if missing := [name for name in expected if name not in self._files and name not in views]:
+        names, views = set(self.names()), {name: view for name in expected if (view := self.view(name)) is not None}
+        experts = [tensor.name for tensor, param in table if int4.is_quantised(param)]
+        stored_experts = {views[name].name if name in views else name for name in experts}
+        self._check_int4(stored_experts if int4.is_int4(hf) else set(), family.untrained_prefixes(hf))
+        if missing := [name for name in expected if name not in names and name not in views]:
             hint = "; config.json has tie_word_embeddings=false, is it tied?" if missing == [HEAD] else ""
             raise ConfigError(f"{where} {_summarize_names(missing)} missing{hint}")
         allowed = expected.keys() | set(optional) | {view.name for view in views.values()}
@@ -279,6 +319,28 @@ class HFWeights:
             if self.shape(scales) != (expected := grid_shape(self.shape(name))):
                 raise ConfigError(f"{self.folder}: {scales} has shape {self.shape(scales)}; {name} needs {expected}")
 
+    def _check_int4(self, promised: set[str], untrained_prefixes: tuple[str, ...]) -> None:
+        """Raise ConfigError unless exactly the `promised` matrices are INT4, apart from untrained ones, with scales of
+        their shape."""
+        names = set(self.names())
+        packed = {name for name in names if name + int4.PACKED_SUFFIX in self._files}
+        if odd := sorted(name for name in packed - promised if not name.startswith(untrained_prefixes)):
+            reason = "only routed experts are implemented so" if promised else "config.json does not say so"
+            raise ConfigError(f"{self.folder}: {_summarize_names(odd)} INT4, but {reason}")
+        if plain := sorted((promised & names) - packed):
+            raise ConfigError(
+                f"{self.folder}: {_summarize_names(plain)} not INT4; remove quantization_config from config.json"
+            )
+        for name in packed:
+            (rows, columns), scales = self.shape(name), name + int4.SCALE_SUFFIX
+            stored = self._slice(name + int4.PACKED_SUFFIX).get_dtype(), self._slice(scales).get_dtype()
+            if stored != ("I32", "BF16"):
+                raise ConfigError(
+                    f"{self.folder}: {name} is stored as {stored[0]} with scales in {stored[1]}, not I32 and BF16"
+                )
+            if self.shape(scales) != (expected := (rows, columns // int4.GROUP)) or columns % int4.GROUP:
+                raise ConfigError(f"{self.folder}: {scales} has shape {self.shape(scales)}; {name} needs {expected}")
+
     def _check_mxfp4(self, promised: bool) -> None:
         """Raise ConfigError for MXFP4 blocks without matching scales, or for any unless `promised`."""
         for blocks in [name for name in self._files if name.endswith(BLOCKS_SUFFIX)]:
@@ -305,7 +367,7 @@ class HFWeights:
         return tuple(self._slice(name).get_shape())
 
     def _stored_dtype(self, name: str) -> str:
-        return "BF16" if self._is_mxfp4(name) else str(self._slice(name).get_dtype())
+        return "BF16" if self._is_mxfp4(name) or self._packed_name(name) else str(self._slice(name).get_dtype())
 
     def _read_mxfp4(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
         """Return a part of a dequantised stack, [experts, columns, rows], of which only whole rows are read."""
@@ -444,11 +506,21 @@ def _write(
         if file.is_file() and file.suffix in COPIED_SUFFIXES and not file.name.endswith(".safetensors.index.json"):
             shutil.copyfile(file, staging / file.name)
     # Update the model and dtype in config.json; leave the file untouched if it is correct already.
-    new_hf = {field: value for field, value in (config or hf).items() if field != "quantization_config"}
+    file_hf = read_json(source / "config.json")
+    new_hf = _without_quantization(config or file_hf)
     key = "dtype" if "dtype" in new_hf else "torch_dtype"
     dtype_name = new_hf.get(key) if dtype is None else str(dtype).removeprefix("torch.")
-    if new_hf != hf or hf.get(key) != dtype_name:
+    if new_hf != file_hf or file_hf.get(key) != dtype_name:
         (staging / "config.json").write_text(json.dumps({**new_hf, key: dtype_name}, indent=2) + "\n")
+
+
+def _without_quantization(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json without quantization_config, also within the options of a language model."""
+    return {
+        key: _without_quantization(value) if key == "text_config" else value
+        for key, value in hf.items()
+        if key != "quantization_config"
+    }
 
 
 class _Stacks:

@@ -15,6 +15,7 @@ from math import ceil, prod
 from typing import Any, NamedTuple, TypeVar
 
 from megarl.config import Config, LoraConfig, ParallelConfig
+from megarl.models import int4
 from megarl.models.activation_memory import DTYPE_BYTES, layer_elements, logits_bytes, megatron_settings, training_bytes
 from megarl.models.deepseek_sparse import indexer_types, is_indexer
 from megarl.models.family import HFConfig
@@ -367,10 +368,11 @@ def engine_bytes(hf: HFConfig, tp: int, size: int, drafts: bool = False) -> int:
 
     A rank has 1 / tp of the experts, whether these are distributed (EP) or sharded (TP).
 
-    size: bytes per element. FP8 weights of an FP8 checkpoint take one byte, plus a scale per block.
+    size: bytes per element. FP8 weights of an FP8 checkpoint take one byte, plus a scale per block; experts of an INT4
+        checkpoint half a byte, plus a scale per group.
     drafts: include the multi-token prediction layers.
     """
-    total, fp8 = 0.0, is_fp8(hf)
+    total, fp8, has_int4_experts = 0.0, is_fp8(hf), int4.is_int4(hf)
     for param, count in unique_params(hf, drafts):
         if isinstance(param.sharding, Replicated) and param.expert is None:
             elements = param.size
@@ -383,7 +385,10 @@ def engine_bytes(hf: HFConfig, tp: int, size: int, drafts: bool = False) -> int:
             elements = head * (heads // tp + 2 * kv_heads // min(tp, kv_heads))
         else:
             elements = -(-param.size * count // tp)
-        total += elements * (1 + 4 / BLOCK**2 if fp8 and is_quantised(param) else size)
+        if has_int4_experts and int4.is_quantised(param):
+            total += elements * (0.5 + 2 / int4.GROUP)
+        else:
+            total += elements * (1 + 4 / BLOCK**2 if fp8 and is_quantised(param) else size)
     return round(total)
 
 

@@ -17,6 +17,7 @@ _MOE = (
     gqa.QWEN3_MOE,
     deepseek.V2,
     deepseek.V3,
+    deepseek.K25,
     gqa.GLM4_MOE,
     gpt_oss.GPT_OSS,
     qwen3_next.QWEN3_NEXT,
@@ -106,6 +107,9 @@ def load_hf_config(path: str | Path) -> dict[str, Any]:
     for key, kind in {"architectures": list[str] | None, "model_type": str | None}.items():
         # These select the family, which checks all other keys.
         strict.check_value(values.get(key), kind, f"{file}: {key}")
+    if values.get("model_type") == deepseek.KIMI_K25:
+        strict.check_value(values.get("text_config"), dict, f"{file}: text_config")
+        return deepseek.flatten_kimi_k25(values)
     return values
 
 

@@ -15,7 +15,9 @@ import torch
 from safetensors.torch import save_file
 
 from megarl.config import Config, ConfigError, from_dict, load_config, server_args, to_dict
+from megarl.dry_run.config_checks import check_engine
 from megarl.dry_run.validation import Report, render, validate
+from megarl.models.registry import load_hf_config
 from megarl.workers.worker_registry import RegisteredWorker
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -137,6 +139,15 @@ def test_reward_model_on_separate_ranks(plan) -> None:
     ((label, (serving,)),) = report.other_memory.items()
     assert label == "ranks 2-3: rollout, reward" and serving.states.keys() == {"reward model weights"}
     assert "reward model weights" not in report.memory[0].states and serving.training == {}
+
+
+def test_lora_on_int4_experts_is_rejected() -> None:
+    hf = load_hf_config(ROOT / "configs/models/kimi_k2_thinking.json") | {"num_hidden_layers": 2}
+    attention = ["linear_q_down_proj", "linear_q_up_proj", "linear_kv_up_proj", "linear_proj"]
+    check_engine(hf, from_dict({"lora": {"rank": 8, "target_modules": attention}}))
+    for targets in ([], ["linear_fc1"], [*attention, "linear_fc2"]):
+        with pytest.raises(ConfigError, match="lora.rank: adapters on the routed experts of an INT4 checkpoint"):
+            check_engine(hf, from_dict({"lora": {"rank": 8, "target_modules": targets}}))
 
 
 def test_lora_memory(plan) -> None:
@@ -717,6 +728,7 @@ def test_cluster_recipes_fit_their_gpus() -> None:
         ("deepseek_r1", 141, ["parallel.world_size=256", "parallel.ep=16", "rollout.concurrency=512"]),
         ("deepseek_r1", 96, []),
         *((name, 80, []) for name in ("minimax_m2", "glm4.7_flash", "mixtral_8x7b", "ernie4.5_21b", "ling_flash_2.0")),
+        ("kimi_k2_thinking", 80, []),
     ):
         recipe = ROOT / "configs" / f"{name}.yaml"
         hf = ROOT / load_config(recipe).model.hf_config

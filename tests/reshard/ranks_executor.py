@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from dataclasses import replace
 from typing import Any
@@ -17,8 +18,8 @@ from random_layouts import Case, random_case
 
 from megarl.config import ConfigError
 from megarl.engine import weight_loader
-from megarl.models import blocks
-from megarl.models.fp8 import BLOCK, SCALE_SUFFIX, is_quantised
+from megarl.models import blocks, int4
+from megarl.models.fp8 import BLOCK, is_quantised
 from megarl.models.layout_algebra import Param
 from megarl.models.registry import family_of
 from megarl.parallel import ranks
@@ -28,6 +29,7 @@ from megarl.reshard.run.executor import Executor, WeightSyncError
 from megarl.reshard.run.scale_grids import has_split_blocks
 
 Tensors = dict[str, torch.Tensor]
+_PLANE = "(_scale_inv|_packed|_scale)$"  # of the names of quantised tensors
 
 
 class FakeEngineModel(torch.nn.Module):
@@ -103,6 +105,15 @@ def quantise_weights(params: list[Param], full: Tensors) -> Tensors:
     return tensors
 
 
+def quantise_experts(params: list[Param], full: Tensors) -> Tensors:
+    """Return all weights as the engine must hold them: experts in INT4, with scales as `NAME scales`."""
+    tensors = dict(full)
+    for tensor in (tensor for param in params if param.expert is not None for tensor in param.hf):
+        scales = int4.compute_scales(full[tensor.name])
+        tensors[tensor.name], tensors[tensor.name + " scales"] = int4.quantise(full[tensor.name], scales), scales
+    return tensors
+
+
 def engine_tensors(case: Any, params: list[Param], dtype: torch.dtype, rank: int) -> Tensors:
     """Return an engine rank's tensors before the first weight sync; none for a rank without engine."""
     experts = family_of(case.hf).num_experts(case.hf)
@@ -119,12 +130,18 @@ def engine_tensors(case: Any, params: list[Param], dtype: torch.dtype, rank: int
         *stack, rows, columns = shapes[name]
         tensors[name] = tensors[name].to(torch.float8_e4m3fn)
         tensors[name + "_scale_inv"] = torch.full((*stack, -(-rows // BLOCK), -(-columns // BLOCK)), -5.0)
+    for name in {engine_slot.name for engine_slot, param in slots if case.wire == "int4" and param.expert is not None}:
+        if name in shapes:
+            *stack, columns = tensors.pop(name).shape
+            tensors[name + "_packed"] = torch.full((*stack, columns // 2), 5, dtype=torch.uint8)
+            tensors[name + "_scale"] = torch.full((*stack, columns // 32), -5.0, dtype=torch.bfloat16)
     return tensors
 
 
-def scale_slices(slices: list[ShardSlice]) -> list[ShardSlice]:
-    edges = ((h, h.start // BLOCK, -(-h.stop // BLOCK), h.offset // BLOCK) for h in slices)
-    return [h._replace(start=start, stop=stop, offset=offset) for h, start, stop, offset in edges]
+def scale_slices(slices: list[ShardSlice], rows: int, columns: int) -> list[ShardSlice]:
+    """Return slices in units of blocks of this size."""
+    edges = ((h, (rows, columns)[h.dim]) for h in slices)
+    return [h._replace(start=h.start // unit, stop=-(-h.stop // unit), offset=h.offset // unit) for h, unit in edges]
 
 
 def expected_tensors(case: Any, params: list[Param], full: Tensors, rank: int, empty: Tensors) -> Tensors:
@@ -137,13 +154,22 @@ def expected_tensors(case: Any, params: list[Param], full: Tensors, rank: int, e
         if engine_slot is None or position is None:
             continue
         for index in case.engine.expert_indices(position, param, experts):
-            target = result[engine_slot.name][index] if engine_slot.grid == "expert" else result[engine_slot.name]
             slices = case.engine.slices_of_rank(position, param)
+            if case.wire == "int4" and param.expert is not None:
+                packed, scales = result[engine_slot.name + "_packed"], result[engine_slot.name + "_scale"]
+                fill(packed[index], param, scale_slices(slices, 1, 2), full)
+                fill(scales[index], param, scale_slices(slices, 1, 32), full, " scales")
+                continue
+            target = result[engine_slot.name][index] if engine_slot.grid == "expert" else result[engine_slot.name]
             fill(target, param, slices, full)
             if case.wire == "fp8" and is_quantised(param):
                 grid = result[engine_slot.name + "_scale_inv"]
                 fill(
-                    grid[index] if engine_slot.grid == "expert" else grid, param, scale_slices(slices), full, " scales"
+                    grid[index] if engine_slot.grid == "expert" else grid,
+                    param,
+                    scale_slices(slices, BLOCK, BLOCK),
+                    full,
+                    " scales",
                 )
     return result
 
@@ -195,11 +221,7 @@ class Run:
         }
         self.models = {
             draft: FakeEngineModel(
-                {
-                    name: tensor
-                    for name, tensor in self.tensors.items()
-                    if (name.removesuffix(SCALE_SUFFIX) in drafts) == draft
-                }
+                {name: tensor for name, tensor in self.tensors.items() if (re.sub(_PLANE, "", name) in drafts) == draft}
             )
             for draft in (False, True)
         }
@@ -228,7 +250,8 @@ class Run:
         for number in range(4):
             first = len(self.orders)
             full = self.sync(number)
-            source = quantise_weights(self.params, full) if self.case.wire == "fp8" else full
+            quantise = {"fp8": quantise_weights, "int4": quantise_experts}.get(self.case.wire)
+            source = full if quantise is None else quantise(self.params, full)
             expected = expected_tensors(self.case, self.params, source, self.rank, self.empty)
             equal.append(all(is_same_bits(self.tensors[name], expected[name]) for name in expected))
             slices = [entry for order in self.orders[first:] for entry in order["slices"]]
@@ -241,7 +264,10 @@ class Run:
             "drafts": self.drafts,
             "wire": self.case.wire,
             "trains": bool(shards(self.case, self.params, full, self.rank)),
-            "straddling": sum(has_split_blocks(param, self.case.train) for param in self.executor.quantised_params),
+            "straddling": sum(
+                self.case.wire == "fp8" and has_split_blocks(param, self.case.train)
+                for param in self.executor.quantised_params
+            ),
         }
 
 

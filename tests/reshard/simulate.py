@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megarl.models import blocks
+from megarl.models import blocks, int4
 from megarl.models.fp8 import is_quantised
 from megarl.models.layout_algebra import PADDING, HFConfig, Param, Sharding, split_with
 from megarl.models.registry import family_of
@@ -21,7 +21,9 @@ from megarl.reshard.plan.layout import EngineLayout, ShardSlice, TrainLayout
 from megarl.reshard.plan.planner import ALIGN, PeerMessage, RankPlan, ReshardPlan, Round, TensorPiece
 
 UNWRITTEN = -1  # padding, or not written yet
-BLOCK = 128
+FP8_GRIDS = {True: (128, 128)}
+INT4_GRIDS = {False: (1, 2), True: (1, 32)}
+"""Rows and columns of a matrix that an element of its scales (True) or of its packed values (False) stands for."""
 
 Key = tuple[str, int, tuple[int, int], tuple[int, int], bool]
 
@@ -34,18 +36,18 @@ class Result(NamedTuple):
 
 
 class Model:
-    """Tensors whose values are element numbers; block scales are numbered after the weights."""
+    """Tensors whose values are element numbers; scales, and packed values, are numbered after the weights."""
 
-    def __init__(self, hf: HFConfig, train: TrainLayout, engine: EngineLayout, fp8: bool) -> None:
+    def __init__(self, hf: HFConfig, train: TrainLayout, engine: EngineLayout, wire: str) -> None:
         family = family_of(hf)
-        self.train, self.engine, self.fp8 = train, engine, fp8
+        self.train, self.engine, self.wire = train, engine, wire
         self.train_ranks = train.ranks or tuple(range(train.world))
         self.experts = family.num_experts(hf)
         count = int(hf["num_hidden_layers"]) + family.num_mtp_layers(hf)
         rows = [row for layer in range(count) for row in family.layer(hf, layer, range(self.experts))]
         self.params = {row.megatron: row for row in blocks.embedding(hf) + rows + blocks.final_params(hf)}
         self.full: dict[str, np.ndarray] = {}
-        self.grid: dict[str, np.ndarray] = {}
+        self.grid: dict[tuple[str, bool], np.ndarray] = {}
         number = 0
         for param in self.params.values():
             for name, shape in param.hf:
@@ -53,13 +55,20 @@ class Model:
                 self.full[name] = number + np.arange(prod(shape)).reshape(matrix)
                 number += prod(shape)
         for param in self.params.values():
-            for name, _ in param.hf if fp8 and is_quantised(param) else ():
-                shape = tuple(-(-n // BLOCK) for n in self.full[name].shape)
-                self.grid[name] = number + np.arange(prod(shape)).reshape(shape)
-                number += prod(shape)
+            for name, _ in param.hf:
+                for is_scale, units in self.grids_of(param).items():
+                    shape = tuple(-(-n // unit) for n, unit in zip(self.full[name].shape, units, strict=True))
+                    self.grid[name, is_scale] = number + np.arange(prod(shape)).reshape(shape)
+                    number += prod(shape)
         self.shards: dict[tuple[str, int], np.ndarray] = {}
         self.pack_cache: dict[tuple[int, Key], np.ndarray] = {}
         self.unpack_cache: dict[tuple[int, Key], list[tuple[str, tuple[Any, ...], tuple[slice, slice]]]] = {}
+
+    def grids_of(self, param: Param) -> dict[bool, tuple[int, int]]:
+        """Return the units of the grids that are sent of a parameter, by whether they are its scales."""
+        if self.wire == "int4" and int4.is_quantised(param):
+            return INT4_GRIDS
+        return FP8_GRIDS if self.wire == "fp8" and is_quantised(param) else {}
 
     def make_shard(self, param: Param, cut: Sharding, size: int, part: int) -> np.ndarray:
         """Return the shard that a sharding makes of the full tensors, by gather and slice."""
@@ -83,8 +92,9 @@ class Model:
         key = part, key_of(piece)
         if key not in self.pack_cache:
             shard_slices = [h for h in self.train.slices_of_rank(rank, piece.param) if h.source == piece.source]
+            units = self.grids_of(piece.param).get(piece.is_scale)
             self.pack_cache[key] = (
-                self._scales(shard_slices, piece) if piece.is_scale else self._weights(part, shard_slices, piece)
+                self._weights(part, shard_slices, piece) if units is None else self._cells(shard_slices, piece, units)
             )
         return self.pack_cache[key]
 
@@ -101,12 +111,14 @@ class Model:
         assert result.shape == tuple(stop - start for start, stop in box(piece)), f"part {part} has not all of {piece}"
         return result
 
-    def _scales(self, shard_slices: Sequence[ShardSlice], piece: TensorPiece) -> np.ndarray:
-        """Return scales; a rank knows those of every block that it has a part of."""
+    def _cells(self, shard_slices: Sequence[ShardSlice], piece: TensorPiece, units: tuple[int, int]) -> np.ndarray:
+        """Return a piece of a grid; a rank knows the cell of every block that it has a part of."""
         result = np.full([stop - start for start, stop in box(piece)], UNWRITTEN)
-        grid = self.grid[piece.param.hf[piece.source].name]
+        grid = self.grid[piece.param.hf[piece.source].name, piece.is_scale]
         for h in shard_slices:
-            if common := overlap(h.start // BLOCK, -(-h.stop // BLOCK), h.dim, piece):
+            unit = units[h.dim]
+            assert self.wire == "fp8" or h.start % 32 == h.stop % 32 == 0 or h.dim == 0
+            if common := overlap(h.start // unit, -(-h.stop // unit), h.dim, piece):
                 result[common.source_box] = grid[common.shifted(0)]
         assert (result != UNWRITTEN).all(), f"no block of some scales: {piece}"
         return result
@@ -130,9 +142,10 @@ class Model:
     ) -> list[tuple[str, tuple[Any, ...], tuple[slice, slice]]]:
         engine_slot = self.engine.slot_of(piece.param)
         assert engine_slot is not None
-        unit = BLOCK if piece.is_scale else 1
+        units = self.grids_of(piece.param).get(piece.is_scale, (1, 1))
         result = []
         for h in self.engine.slices_of_rank(position, piece.param):
+            unit = units[h.dim]
             assert h.offset % unit == 0 and h.start % unit == 0
             if h.source != piece.source:
                 continue
@@ -154,20 +167,21 @@ class Model:
             size, part = self.engine.num_shards(engine_slot.grid), self.engine.shard_index(position, engine_slot.grid)
             shard = self.make_shard(param, engine_slot.sharding, size, part)
             dim = split_with(param, engine_slot.sharding, size, part).dim
-            for index in indices:
-                parts.setdefault(engine_slot.name, []).append((index, dim, engine_slot.offset, shard))
-            if self.fp8 and is_quantised(param):
-                # The block of every 128th element gives the scale.
-                scales = np.full([-(-n // BLOCK) for n in shard.shape], UNWRITTEN)
+            grids = self.grids_of(param)
+            if False not in grids:  # the elements are sent, too
+                entries = parts.setdefault(engine_slot.name, [])
+                entries += [(index, dim, engine_slot.offset, shard) for index in indices]
+            for is_scale, units in grids.items():
+                # The first element of each block gives its cell.
+                corners = shard[:: units[0], :: units[1]]
+                cells = np.full(corners.shape, UNWRITTEN)
                 for name, _ in param.hf:
-                    is_source = np.isin(shard[::BLOCK, ::BLOCK], self.full[name])
-                    element = shard[::BLOCK, ::BLOCK][is_source] - self.full[name][0, 0]
+                    is_source = np.isin(corners, self.full[name])
+                    element = corners[is_source] - self.full[name][0, 0]
                     row, column = np.divmod(element, self.full[name].shape[1])
-                    scales[is_source] = self.grid[name][row // BLOCK, column // BLOCK]
-                for index in indices:
-                    parts.setdefault(engine_slot.name + ".scale", []).append(
-                        (index, dim, engine_slot.offset // BLOCK, scales)
-                    )
+                    cells[is_source] = self.grid[name, is_scale][row // units[0], column // units[1]]
+                entries = parts.setdefault(engine_slot.name + ".scale" * is_scale, [])
+                entries += [(index, dim, engine_slot.offset // units[dim], cells) for index in indices]
         result = {}
         for name, entries in parts.items():
             shape = [max(e[0] for e in entries) + 1, *entries[0][3].shape]
@@ -231,7 +245,7 @@ def simulate(plan: ReshardPlan, hf: HFConfig, wire: str, ranks_per_node: int) ->
     its bucket, or if an engine tensor differs from a gather and slice in the end.
     """
     train, engine = plan.train, plan.engine
-    model = Model(hf, train, engine, wire == "fp8")
+    model = Model(hf, train, engine, wire)
     expected = [model.engine_tensors(position) for position in range(engine.tp)]
     engine_ranks = engine.ranks or model.train_ranks
     world = max(*model.train_ranks, *engine_ranks) + 3  # with some idle ranks at the end

@@ -275,7 +275,7 @@ def check_best_set(
 
 def elements(param: Param, cut: Sharding, parts: int, part: int, wire: str) -> dict[Element, int]:
     """Return a shard's elements with their bytes."""
-    quantised = wire == "fp8" and is_quantised(param)
+    quantised, packed = wire == "fp8" and is_quantised(param), wire == "int4" and param.expert is not None
     bytes_ = 1 if quantised else 4 if wire == "fp32" or param.dtype is not None else 2
     dim, slices = split_with(param, cut, parts, part)
     result: dict[Element, int] = {}
@@ -286,6 +286,10 @@ def elements(param: Param, cut: Sharding, parts: int, part: int, wire: str) -> d
         ranges = [range(n) for n in shape]
         ranges[dim] = range(start, stop)
         cells = list(itertools.product(*ranges))
+        if packed:
+            result |= {(name + " packed", row, column // 2): 1 for row, column in cells}
+            result |= {(name + " scale", row, column // 32): 2 for row, column in cells}
+            continue
         result |= dict.fromkeys(((name, row, column) for row, column in cells), bytes_)
         if quantised:
             result |= {(name + " scale", row // BLOCK, column // BLOCK): 4 for row, column in cells}

@@ -18,8 +18,9 @@ from megarl.reshard.plan.planner import ReshardPlan
 from megarl.reshard.run import executor as executor_module
 from megarl.reshard.run.executor import Executor
 
-SEEDS = (*(str(seed) for seed in range(20)), "40", "43", "50", "58")
-"""The last ones are FP8: blocks split over ranks, of dense weights and of experts; experts; DeepSeek."""
+SEEDS = (*(str(seed) for seed in range(20)), "40", "43", "50", "58", "25", "61", "106")
+"""40 to 58 are FP8: blocks split over ranks, of dense weights and of experts; experts; DeepSeek. The last ones, and 16,
+are INT4: ETP 4 against TP 2; an engine of EP 2; DeepSeek with EP on both sides."""
 SPLIT_CASES = (
     *(f"{seed}/0,1/2,3" for seed in (0, 1, 14, 50, 64)),
     *(f"{seed}/0,2/1,3" for seed in (2, 40, 64, 68)),
@@ -100,6 +101,10 @@ def test_fp8_cases_have_blocks_split_over_ranks(results: list[dict[str, Any]]) -
     straddling_counts = [results[0][seed]["straddling"] for seed in SEEDS if results[0][seed]["wire"] == "fp8"]
     assert len(straddling_counts) >= 8
     assert min(straddling_counts) == 0 and sum(number > 0 for number in straddling_counts) >= 2
+
+
+def test_int4_cases_are_of_both_families(results: list[dict[str, Any]]) -> None:
+    assert [seed for seed in SEEDS if results[0][seed]["wire"] == "int4"] == ["16", "25", "61", "106"]
 
 
 def test_flipped_bit_is_detected(

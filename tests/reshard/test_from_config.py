@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from int4_folder import QUANTIZATION
 
 from megarl.config import ConfigError, from_dict
 from megarl.reshard.plan.from_config import build_plan, engine_layout, train_layout
@@ -42,6 +43,27 @@ def test_wire_dtype() -> None:
     assert wires == ["fp32", "bf16", "fp8"]
     with pytest.raises(ConfigError, match="set model.dtype=bfloat16"):
         build_plan(hf | fp8, from_dict({"model": {"dtype": "float32"}}), EngineLayout(1))
+
+
+def test_int4_experts() -> None:
+    """They make the wire INT4, and no cut may go through a group of 32."""
+    moe = {"num_experts": 2, "num_experts_per_tok": 2, "norm_topk_prob": True, "moe_intermediate_size": 96}
+    hf = MODEL | moe | {"architectures": ["Qwen3MoeForCausalLM"], "quantization_config": QUANTIZATION}
+
+    def build(engine: EngineLayout, **sections: Any) -> Any:
+        return build_plan(hf, from_dict({"model": {"dtype": "bfloat16"}, **sections}), engine)
+
+    assert build(EngineLayout(1)).assignment.wire == "int4"
+    two = {"world_size": 2, "ep": 2}
+    assert build(EngineLayout(2, ep=2), parallel=two).assignment.wire == "int4"
+    with pytest.raises(ConfigError, match="as INT4: the engine cuts it at 0 and 48, through a block of 32"):
+        build(EngineLayout(2), parallel=two)
+    with pytest.raises(ConfigError, match="as INT4: the trainer cuts .* block of 32; use another parallel.etp"):
+        build(EngineLayout(2, ep=2), parallel={"world_size": 2, "etp": 2})
+    with pytest.raises(ConfigError, match="the engine of an INT4 checkpoint keeps the rest in bfloat16"):
+        build(EngineLayout(1), model={"dtype": "float32"})
+    with pytest.raises(ConfigError, match="for an INT4 checkpoint SGLang then takes Marlin"):
+        build(EngineLayout(1), rollout={"sglang": {"moe_runner_backend": "deep_gemm"}})
 
 
 def test_plan_on_separate_ranks() -> None:

@@ -11,9 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megarl.config import ConfigError
-from megarl.models import blocks
+from megarl.models import blocks, fp8, int4
 from megarl.models.config_json import need
-from megarl.models.fp8 import is_quantised
 from megarl.models.layout_algebra import HFConfig, Param, matrix_shape
 from megarl.models.registry import family_of
 from megarl.reshard.plan.layout import (
@@ -23,7 +22,6 @@ from megarl.reshard.plan.layout import (
     TrainLayout,
     Wire,
     build_rank_map,
-    wire_itemsize,
 )
 
 Bools = NDArray[np.bool_]
@@ -31,6 +29,7 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 BLOCK = 128  # rows and columns of an FP8 block; each has an fp32 scale
+GROUP = 32  # columns of an INT4 group; each has a bf16 scale
 SCALE_BYTES = 4
 NETWORK_SLACK = 1.05
 """In the plans that `send_capped` bounds, no rank sends more than this times `nic_send` over the network."""
@@ -189,7 +188,7 @@ def _param_signature(param: Param, engine: EngineLayout) -> Any:
     slot = engine.slot_of(param)
     shapes = tuple(tensor.shape for tensor in param.hf)
     cuts = param.sharding, slot and (slot.sharding, slot.grid)
-    return shapes, cuts, param.expert is None, param.dtype, is_quantised(param)
+    return shapes, cuts, param.expert is None, param.dtype, fp8.is_quantised(param)
 
 
 def _columns(params: Iterable[Param], train: TrainLayout, engine: EngineLayout, experts: int, wire: Wire) -> Columns:
@@ -207,12 +206,18 @@ def _columns(params: Iterable[Param], train: TrainLayout, engine: EngineLayout, 
     for param, is_holder, is_receiver, count in by_signature.values():
         holds = [train.slices_of_rank(rank, param) if holds_any else [] for rank, holds_any in enumerate(is_holder)]
         needs = [engine.slices_of_rank(rank, param) if needs_any else [] for rank, needs_any in enumerate(is_receiver)]
-        is_fp8 = wire == "fp8" and is_quantised(param)
+        is_fp8 = wire == "fp8" and fp8.is_quantised(param)
         for source, tensor in enumerate(param.hf):
             shape = matrix_shape(tensor.shape)
             boxes = [[_box(part, shape) for part in parts if part.source == source] for parts in [*holds, *needs]]
             member, cells = _atoms(boxes, shape)
-            columns.append((member, cells * wire_itemsize(param, wire) * count))
+            if wire == "int4" and int4.is_quantised(param):
+                # Nothing cuts a group, so each atom has whole groups of 16 bytes and a scale.
+                columns.append((member, cells // GROUP * (GROUP // 2 + 2) * count))
+                continue
+            is_fp32 = wire == "fp32" or (param.dtype is not None and param.dtype.itemsize == 4)
+            itemsize = 4 if is_fp32 else 1 if is_fp8 else 2
+            columns.append((member, cells * itemsize * count))
             if is_fp8:
                 # A rank that holds any cell of a block has its scale: blocks are quantised before they are cut.
                 grid = [[[(a // BLOCK, -(-b // BLOCK)) for a, b in box] for box in rank] for rank in boxes]

@@ -18,16 +18,16 @@ from megarl.config import ConfigError
 from megarl.models import blocks
 from megarl.models.config_json import need
 from megarl.models.fp8 import BLOCK, is_quantised
-from megarl.models.layout_algebra import EngineGrid, HFConfig, Param, layer_of, matrix_shape
+from megarl.models.layout_algebra import EngineGrid, HFConfig, HFTensor, Param, layer_of, matrix_shape
 from megarl.models.registry import family_of
-from megarl.reshard.plan.layout import EngineLayout, ShardSlice, TrainLayout, Wire, wire_itemsize
+from megarl.reshard.plan.layout import EngineLayout, Plane, ShardSlice, TrainLayout, Wire, planes
 
 
 class Cell(NamedTuple):
     """A box (rows and columns) of HF tensor `source` of parameter number `param` of the kind; see `LayerKind.params`.
 
     item_bytes: bytes of an element. unit_bytes: bytes of the rows that stay together when the cell is cut. is_scale:
-    the box is one of the scale grid, in blocks.
+    the box is one of the scales. Rows and columns are counted in elements of the `layout.Plane`.
     """
 
     param: int
@@ -150,16 +150,24 @@ def _cells(
     expert = param.expert is not None
     train_slices = [train.slices_of_shard(part, param) for part in range(train.num_shards(expert))]
     engine_slices = [engine.slices_of_shard(part, param) for part in range(engine.num_shards(slot.grid))]
-    quantised = wire == "fp8" and is_quantised(param)
+    sent = planes(param, wire)
+    has_scales = len(sent) > 1
     for source, tensor in enumerate(param.hf):
         shape = matrix_shape(tensor.shape)
-        for scale in (False, True) if quantised else (False,):
+        if has_scales and wire == "int4":
+            if shape[1] % sent[1].columns:
+                raise ConfigError(f"{tensor.name} has {shape[1]} columns, which are not groups of {sent[1].columns}")
+            if engine.fuse_shared:
+                raise ConfigError("an engine with INT4 experts cannot fuse the shared expert, which is not INT4")
+            # Scales of FP8 are reduced over the ranks that share a block; groups of INT4 are not shared.
+            for slices, side in ((engine_slices, "engine"), (train_slices, "trainer")):
+                _check_groups(tensor, chain(*slices), source, sent[1].columns, side)
+        for is_scale, plane in enumerate(sent):
             held_boxes, needed_boxes = (
-                [_boxes(slices, source, shape, BLOCK if scale else 1) for slices in side]
-                for side in (train_slices, engine_slices)
+                [_boxes(slices, source, shape, plane) for slices in side] for side in (train_slices, engine_slices)
             )
-            item = 4 if scale else wire_itemsize(param, wire)
-            unit = BLOCK if quantised and not scale else 1
+            item = plane.dtype.itemsize
+            unit = sent[1].rows if has_scales and not is_scale else 1
             boxes = list(chain(*held_boxes, *needed_boxes))
             rows = sorted({edge for box in boxes for edge in box[:2]})
             columns = sorted({edge for box in boxes for edge in box[2:]})
@@ -171,22 +179,23 @@ def _cells(
                         continue
                     if not train_shards:
                         raise ValueError(f"no rank of the trainer has rows {r0}... of {tensor.name}")
-                    cell = Cell(number, source, r0, r1, c0, c1, item, unit * (c1 - c0) * item, scale)
+                    cell = Cell(number, source, r0, r1, c0, c1, item, unit * (c1 - c0) * item, bool(is_scale))
                     if cell.nbytes <= min_piece:
                         cell = cell._replace(unit_bytes=cell.nbytes)
                     yield cell, train_shards, engine_shards
 
 
 def _boxes(
-    slices: Iterable[ShardSlice], source: int, shape: tuple[int, ...], unit: int
+    slices: Iterable[ShardSlice], source: int, shape: tuple[int, ...], plane: Plane
 ) -> list[tuple[int, int, int, int]]:
-    """Return a shard's boxes (r0, r1, c0, c1) of a tensor, in elements, or of its scale grid, in units of a block."""
+    """Return a shard's boxes (r0, r1, c0, c1) of a plane of a tensor of this shape, in the plane's elements."""
     boxes = []
     for interval in slices:
         if interval.source == source:
-            box = [0, shape[0], 0, shape[1]]
-            box[2 * interval.dim : 2 * interval.dim + 2] = interval.start, interval.stop
-            boxes.append((box[0] // unit, -(-box[1] // unit), box[2] // unit, -(-box[3] // unit)))
+            rows, columns = plane.shape(shape[0], shape[1])
+            box = [0, rows, 0, columns]
+            box[2 * interval.dim : 2 * interval.dim + 2] = plane.scale(interval)[2:4]
+            boxes.append((box[0], box[1], box[2], box[3]))
     return boxes
 
 
@@ -254,6 +263,23 @@ def _cut_block(param: Param, engine: EngineLayout) -> str:
 def _alternatives(sizes: Sequence[int]) -> str:
     *first, last = map(str, sizes)
     return f"{', '.join(first)} or {last}" if first else last
+
+
+def _check_groups(tensor: HFTensor, slices: Iterable[ShardSlice], source: int, group: int, side: str) -> None:
+    """Raise ConfigError if a side cuts the groups of columns that share a scale of an INT4 matrix.
+
+    side: "trainer" or "engine".
+    """
+    where = f"{tensor.name} cannot be sent as INT4"
+    sizes = "another tensor or expert parallel size for the engine" if side == "engine" else "another parallel.etp"
+    for interval in slices:
+        if interval.source != source or interval.dim != 1:
+            continue
+        if any(edge % group and edge != tensor.shape[1] for edge in (interval.start, interval.stop)):
+            raise ConfigError(
+                f"{where}: the {side} cuts it at {interval.start} and {interval.stop}, through a block of {group}; "
+                f"use {sizes}{', or an engine in BF16' if side == 'engine' else ''}"
+            )
 
 
 def _shards_containing(side: Sequence[Sequence[tuple[int, int, int, int]]], row: int, column: int) -> tuple[int, ...]:

@@ -76,7 +76,9 @@ TABLES: dict[str, dict[str, Verdict]] = {
             "unquant": "overrides what the checkpoint declares",
             "auto-round auto-round-int8 awq awq_marlin bitsandbytes gguf": _INTEGERS,
             "gptq gptq_marlin moe_wna16 w4afp8 w8a8_int8": _INTEGERS,
-            "compressed-tensors modelopt": "of many kinds, none of which is implemented",
+            "compressed-tensors": "overrides what the checkpoint declares; one whose config.json has "
+            "quantization_config with INT4 experts is supported",
+            "modelopt": "of many kinds, none of which is implemented",
             "humming": "repacks weights",
             "mlx_q4 mlx_q8 modelslim mxfp_w4a8 quark quark_int4fp8_moe quark_mxfp4": "for other hardware",
             "modelopt_fp4 modelopt_mixed mxfp4 nvfp4_online petit_nvfp4": "FP4, which a weight sync does not produce",
@@ -125,6 +127,25 @@ def check_blackwell(settings: Mapping[str, Any], fp8: bool) -> None:
                 f"rollout.sglang.{name}=deep_gemm{reason}: with an FP8 checkpoint it repacks the scales on this GPU "
                 f"(Blackwell), so weights cannot be synced; remove both, or convert the weights to bfloat16"
             )
+
+
+def check_int4(settings: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a setting with which an engine has INT4 experts elsewhere than the weight sync writes.
+
+    SGLang's Triton runner keeps them as bytes of two codes, [experts, rows, columns / 2], with a scale for each group,
+    [experts, rows, columns / 32]. Its default, Marlin, repacks both in tiles of 16 x 64 at its start.
+    """
+    backend, a2a = settings.get("moe_runner_backend", "triton"), settings.get("moe_a2a_backend", "none")
+    if a2a != "none":
+        raise ConfigError(
+            f"rollout.sglang.moe_a2a_backend={a2a}: with an INT4 checkpoint its experts need deep_gemm, which has no "
+            "INT4; remove it"
+        )
+    if backend != "triton":
+        raise ConfigError(
+            f"rollout.sglang.moe_runner_backend={backend}: for an INT4 checkpoint SGLang then takes Marlin, which "
+            "repacks experts; use triton"
+        )
 
 
 _ANY = object()

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from megarl.config import Config, ConfigError, server_args
 from megarl.models.fp8 import is_fp8
+from megarl.models.int4 import is_int4
 from megarl.models.layout_algebra import HFConfig
 from megarl.models.pipeline_stages import stage_layers
 from megarl.parallel.placement import placement_of
@@ -81,13 +82,16 @@ def build_plan(
     wire = WIRE_BY_DTYPE.get(config.model.dtype)
     if wire is None:
         raise ConfigError(f"model.dtype={config.model.dtype}: weights can be synced in {' or '.join(WIRE_BY_DTYPE)}")
-    if is_fp8(hf):
+    quantised: Wire | None = "fp8" if is_fp8(hf) else "int4" if is_int4(hf) else None
+    if quantised is not None:
         if wire != "bf16":
             raise ConfigError(
-                f"model.dtype={config.model.dtype}: the engine of an FP8 checkpoint keeps the rest in bfloat16; set "
-                "model.dtype=bfloat16"
+                f"model.dtype={config.model.dtype}: the engine of an {quantised.upper()} checkpoint keeps the rest in "
+                "bfloat16; set model.dtype=bfloat16"
             )
-        wire = "fp8"
+        wire = quantised
+    if wire == "int4":
+        engine_settings.check_int4(config.rollout.sglang)
     ranks_per_node, bucket_bytes = config.parallel.ranks_per_node, config.rollout.weight_sync_bucket_mb << 20
     try:
         train = train_layout(hf, config, train_ranks)

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from megarl.config import ConfigError
-from megarl.models.fp8 import SCALE_SUFFIX, grid_shape, is_quantised
+from megarl.models import fp8, int4
 from megarl.models.layout_algebra import (
     PADDING,
     EngineGrid,
@@ -30,15 +30,50 @@ from megarl.models.layout_algebra import (
     split_with,
 )
 
-Wire = Literal["bf16", "fp32", "fp8"]
+Wire = Literal["bf16", "fp32", "fp8", "int4"]
 """Format of the weights that are sent."""
 
 
-def wire_itemsize(param: Param, wire: Wire) -> int:
-    """Return the bytes of an element of a parameter on the wire. Scales have 4."""
-    if wire == "fp8" and is_quantised(param):
-        return 1
-    return 4 if wire == "fp32" or (param.dtype is not None and param.dtype.itemsize == 4) else 2
+class Plane(NamedTuple):
+    """One of the matrices that a parameter is sent as: its values, or their scales.
+
+    An element of it stands for a block of `rows` x `columns` elements of the parameter. suffix: of the engine's name.
+    """
+
+    suffix: str
+    rows: int
+    columns: int
+    dtype: torch.dtype
+
+    def scale(self, interval: ShardSlice) -> ShardSlice:
+        """Return an interval of elements of the parameter as one of this plane, with every block that it overlaps."""
+        source, dim, start, stop, offset = interval
+        unit = (self.rows, self.columns)[dim]
+        return ShardSlice(source, dim, start // unit, -(-stop // unit), offset // unit)
+
+    def shape(self, rows: int, columns: int) -> tuple[int, int]:
+        """Return the shape of this plane of a matrix of this shape."""
+        return -(-rows // self.rows), -(-columns // self.columns)
+
+
+_FP8 = (
+    Plane("", 1, 1, fp8.FP8),
+    Plane(fp8.SCALE_SUFFIX, fp8.BLOCK, fp8.BLOCK, torch.float32),
+)
+_INT4 = (
+    Plane(int4.PACKED_SUFFIX, 1, 2, torch.uint8),
+    Plane(int4.SCALE_SUFFIX, 1, int4.GROUP, torch.bfloat16),
+)
+_BF16, _FP32 = (Plane("", 1, 1, torch.bfloat16),), (Plane("", 1, 1, torch.float32),)
+
+
+def planes(param: Param, wire: Wire) -> tuple[Plane, ...]:
+    """Return the planes of a parameter on the wire: the values, and their scales if it is quantised."""
+    if wire == "fp8" and fp8.is_quantised(param):
+        return _FP8
+    if wire == "int4" and int4.is_quantised(param):
+        return _INT4
+    return _FP32 if wire == "fp32" or (param.dtype is not None and param.dtype.itemsize == 4) else _BF16
 
 
 class ShardSlice(NamedTuple):
@@ -385,11 +420,12 @@ def find_engine_problems(
     """List how the tensors of an engine rank differ from the layout table; one line each."""
     expected: dict[str, tuple[tuple[int, ...], set[str]]] = {}
     slots = [(param, engine.slot_of(param)) for param in params]
-    fp8 = {slot.name for param, slot in slots if slot and wire == "fp8" and is_quantised(param)}
+    quantised = {slot.name: both for param, slot in slots if slot and len(both := planes(param, wire)) > 1}
     for name, shape in engine_shapes(params, engine, position, num_experts).items():
-        if name in fp8:
-            expected[name] = shape, {"float8_e4m3fn"}
-            expected[name + SCALE_SUFFIX] = (*shape[:-2], *grid_shape(shape[-2:])), {"float32"}
+        if name in quantised:
+            for plane in quantised[name]:
+                dtype = str(plane.dtype).removeprefix("torch.")
+                expected[name + plane.suffix] = (*shape[:-2], *plane.shape(*shape[-2:])), {dtype}
         else:
             expected[name] = shape, {"float32" if wire == "fp32" else "bfloat16", "float32"}
     problems = []

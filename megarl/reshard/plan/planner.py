@@ -35,7 +35,8 @@ class TensorPiece(NamedTuple):
     """A box of HF tensor number `source` of a parameter: rows and columns [start, stop). A one-dimensional tensor has
     one column.
 
-    item_bytes: bytes of an element on the wire. is_scale: the box is one of the grid of 128 x 128 scales.
+    item_bytes: bytes of an element on the wire. is_scale: the box is one of the scales. Rows and columns are counted in
+    elements of the `layout.Plane`: a byte with two codes of INT4, a scale, or else an element.
     """
 
     param: Param

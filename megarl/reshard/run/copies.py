@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megarl.models import int4
 from megarl.models.fp8 import FP8, grid_shape, quantise
 from megarl.reshard.run.checksum import device_hash
 from megarl.reshard.run.scale_grids import BlockScales
@@ -56,6 +57,15 @@ def pack_fp8(boxes: Sequence[Box], scaled: Sequence[BlockScales], buffer: torch.
         return
     for (view, offset), scales in zip(boxes, scaled, strict=True):
         _box_bytes(view, offset, buffer, FP8).copy_(quantise(view, *scales))
+
+
+def pack_int4(boxes: Sequence[Box], scales: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
+    """Quantise boxes (BF16) as `models.int4.quantise` does, and write one byte per two elements from each box's offset
+    on. scales: one per box, of its groups, see there. By torch's operations on every device, one box after another."""
+    for (view, offset), box_scales in zip(boxes, scales, strict=True):
+        packed = int4.quantise(view, box_scales)
+        _check_box(packed, offset, buffer, torch.uint8)
+        _box_bytes(packed, offset, buffer, torch.uint8).copy_(packed)
 
 
 def device_hashes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megarl.models.fp8 import BLOCK, FP8, SCALE_SUFFIX, is_quantised, quantise
+from megarl.models import int4
+from megarl.models.fp8 import FP8, quantise
 from megarl.models.layout_algebra import EngineSlot, Param, matrix_shape
 from megarl.models.registry import family_of
-from megarl.reshard.plan.layout import ShardSlice
+from megarl.reshard.plan.layout import Plane, ShardSlice, planes
 from megarl.reshard.plan.planner import RankPlan, ReshardPlan, Round, TensorPiece, align
 from megarl.reshard.run import copies
-from megarl.reshard.run.scale_grids import BlockScales, Grids, compute_scale_grids
+from megarl.reshard.run.scale_grids import BlockScales, Grids, compute_int4_scales, compute_scale_grids
 
 Slice = list[Any]
 """[name, index, r0, r1, c0, c1, offset, hash_offset]: a box of an engine's tensor and its place in the bucket, see
@@ -30,9 +31,6 @@ engine.weight_loader."""
 SendToEngine = Callable[[torch.Tensor, dict[str, Any], bool], None]
 """(buffer, write order, whether it is for the draft model): send to the engine process of this rank. May return
 before the engine has written."""
-
-WIRE_DTYPES = {1: FP8, 2: torch.bfloat16, 4: torch.float32}
-"""Dtype by element size in bytes."""
 
 
 class WeightSyncError(RuntimeError):
@@ -48,7 +46,10 @@ class _Placed(NamedTuple):
 
 
 class _Packed(NamedTuple):
-    """A piece of this rank's shards to pack, with its rows and columns there, or of scales, in the grid."""
+    """A piece of this rank's shards to pack, with its rows and columns there, or of scales, in the grid.
+
+    box: in elements of the parameter, or in scales.
+    """
 
     placed: _Placed
     box: tuple[int, int, int, int]
@@ -142,7 +143,7 @@ class Executor:
         for piece, offset, hash_offset in written + local:
             slot, name, boxes = self._targets(piece)
             _, slices, dtypes = orders[slot.is_draft]
-            dtypes[name] = str(WIRE_DTYPES[piece.item_bytes]).removeprefix("torch.")
+            dtypes[name] = str(self._plane(piece).dtype).removeprefix("torch.")
             sample = self._sample_index(piece)
             slices += [(sample, [name, index, *box, offset, hash_offset]) for index, *box in boxes]
         local_packs = [self._pack_of(entry) for entry in local]
@@ -154,16 +155,14 @@ class Executor:
         engine, position = self.plan.engine, self.position
         slot = engine.slot_of(piece.param)
         assert slot is not None and position is not None
-        intervals = engine.slices_of_rank(position, piece.param)
-        if piece.is_scale:  # the engine cuts the grid like the tensor
-            intervals = [
-                ShardSlice(source, dim, start // BLOCK, -(-stop // BLOCK), offset // BLOCK)
-                for source, dim, start, stop, offset in intervals
-            ]
-        box = _locate_piece(intervals, piece)
+        plane = self._plane(piece)  # the engine cuts it like the tensor
+        box = _locate_piece([plane.scale(interval) for interval in engine.slices_of_rank(position, piece.param)], piece)
         is_stacked = slot.grid == "expert"
         indices = engine.expert_indices(position, piece.param, self.num_experts) if is_stacked else [-1]
-        return slot, slot.name + (SCALE_SUFFIX if piece.is_scale else ""), [(index, *box) for index in indices]
+        return slot, slot.name + plane.suffix, [(index, *box) for index in indices]
+
+    def _plane(self, piece: TensorPiece) -> Plane:
+        return planes(piece.param, self.plan.assignment.wire)[piece.is_scale]
 
     def sync(
         self,
@@ -191,9 +190,11 @@ class Executor:
         self.num_syncs += not compare_only
         verify_all = compare_only or is_fully_verified(self.num_syncs, self.period)
         verified_samples = range(self.period) if verify_all else [self.num_syncs % self.period]
-        grids = compute_scale_grids(
-            local, self.quantised_params, self.plan.train, self.trainer_rank or 0, self._reduce_max
-        )
+        quantised = local, self.quantised_params, self.plan.train, self.trainer_rank or 0
+        if self.plan.assignment.wire == "int4":
+            grids = compute_int4_scales(*quantised)
+        else:
+            grids = compute_scale_grids(*quantised, self._reduce_max)
         receive_buffers = [self.allocate(self.receive_bytes) for _ in range(2)]
         send_buffers = [buffer.new_empty(self.send_bytes) for buffer in receive_buffers]
         if self.position is not None and self.prepared_rounds:
@@ -241,38 +242,49 @@ class Executor:
         boxes: list[copies.Box] = []
         to_quantise: list[copies.Box] = []
         scales: list[BlockScales] = []
+        int4_boxes: list[copies.Box] = []
+        int4_scales: list[torch.Tensor] = []
         to_hash: list[tuple[int, torch.Tensor]] = []  # (index of the hash as a word of the buffer, box)
-        fp8_hashes: list[tuple[int, torch.Tensor]] = []
+        quantised_hashes: list[tuple[int, torch.Tensor]] = []
         shards: dict[str, torch.Tensor] = {}  # cached, since `local` may compute a tensor on each access
         for (piece, offset, hash_offset), (r0, r1, c0, c1), sample in packs:
-            name, dtype = piece.param.megatron, WIRE_DTYPES[piece.item_bytes]
+            name, plane = piece.param.megatron, self._plane(piece)
             if not piece.is_scale and name not in shards:
                 shards[name] = local[name]
             source = grids[name, piece.source] if piece.is_scale else shards[name]
             box = source.reshape(matrix_shape(source.shape))[r0:r1, c0:c1]
             # Hash the intended data, not the buffer that goes on the wire.
-            if dtype == FP8:
+            if plane.dtype == FP8:
                 to_quantise.append((box, offset))
                 scales.append(BlockScales(grids[name, piece.source], piece.rows[0], piece.columns[0]))
                 if sample in verified_samples:  # now, so that the quantised boxes of a round never live together
-                    fp8_hashes.append((hash_offset // 8, copies.device_hashes([quantise(box, *scales[-1])])))
+                    quantised_hashes.append((hash_offset // 8, copies.device_hashes([quantise(box, *scales[-1])])))
+            elif plane.suffix == int4.PACKED_SUFFIX:
+                (first, last), (left, right) = piece.rows, piece.columns
+                groups = slice(left * plane.columns // int4.GROUP, right * plane.columns // int4.GROUP)
+                int4_boxes.append((box, offset))
+                int4_scales.append(grids[name, piece.source][first:last, groups])
+                if sample in verified_samples:
+                    packed = int4.quantise(box, int4_scales[-1])
+                    quantised_hashes.append((hash_offset // 8, copies.device_hashes([packed])))
             else:
-                boxes.append((box.to(dtype), offset))
+                boxes.append((box.to(plane.dtype), offset))
                 if sample in verified_samples:
                     to_hash.append((hash_offset // 8, boxes[-1][0]))
         copies.pack(boxes, buffer)
         copies.pack_fp8(to_quantise, scales, buffer)
-        if to_hash or fp8_hashes:
+        copies.pack_int4(int4_boxes, int4_scales, buffer)
+        if to_hash or quantised_hashes:
             words = buffer[: len(buffer) // 8 * 8].view(torch.int64)
             hashes = [copies.device_hashes([box for _, box in to_hash])] if to_hash else []
-            indices = torch.tensor([index for index, _ in to_hash + fp8_hashes], device=buffer.device)
-            words[indices] = torch.cat([*hashes, *(value for _, value in fp8_hashes)])
+            indices = torch.tensor([index for index, _ in to_hash + quantised_hashes], device=buffer.device)
+            words[indices] = torch.cat([*hashes, *(value for _, value in quantised_hashes)])
 
     def _find_quantised_params(self) -> list[Param]:
-        """Return the parameters that this rank holds parts of and sends to the engines in FP8."""
+        """Return the parameters that this rank holds parts of and sends to the engines in FP8 or INT4."""
         plan = self.plan
         hf, train, family = plan.hf, plan.train, family_of(plan.hf)
-        if plan.assignment.wire != "fp8" or self.trainer_rank is None:
+        if plan.assignment.wire not in ("fp8", "int4") or self.trainer_rank is None:
             return []
         count = self.num_experts // train.ep
         experts = range(train.ep_rank(self.trainer_rank) * count, (train.ep_rank(self.trainer_rank) + 1) * count)
@@ -281,7 +293,7 @@ class Executor:
             param
             for layer in range(layers)
             for param in family.engine_layer(hf, layer, experts)
-            if is_quantised(param)
+            if len(planes(param, plan.assignment.wire)) > 1
             and plan.engine.slot_of(param) is not None
             and train.has_param(self.trainer_rank, param, self.num_experts)
         ]
@@ -305,7 +317,9 @@ class Executor:
             box = (*piece.rows, *piece.columns)
         else:
             assert self.trainer_rank is not None
-            box = _locate_piece(self.plan.train.slices_of_rank(self.trainer_rank, piece.param), piece)
+            plane, intervals = self._plane(piece), self.plan.train.slices_of_rank(self.trainer_rank, piece.param)
+            r0, r1, c0, c1 = _locate_piece([plane.scale(interval) for interval in intervals], piece)
+            box = r0 * plane.rows, r1 * plane.rows, c0 * plane.columns, c1 * plane.columns
         return _Packed(placed, box, self._sample_index(piece))
 
 

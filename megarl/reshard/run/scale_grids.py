@@ -1,5 +1,8 @@
-"""Compute the scales of a rank's FP8 matrices. Trainer ranks that share a block take the maximum of their amax, so that
-quantising a shard gives the same bits as quantising the whole tensor."""
+"""Compute the scales of a rank's FP8 and INT4 matrices.
+
+Trainer ranks that share a block of FP8 take the maximum of their amax, so that quantising a shard gives the same bits
+as quantising the whole tensor. No ranks share a group of INT4.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,18 @@ from typing import NamedTuple
 
 import torch
 
+from megarl.models import int4
 from megarl.models.fp8 import BLOCK, compute_scales, grid_shape, update_amax
 from megarl.models.layout_algebra import Param
-from megarl.reshard.plan.layout import TrainLayout
+from megarl.reshard.plan.layout import TrainLayout, planes
 
 MaxReduce = Callable[[list[torch.Tensor], Sequence[int]], list[torch.Tensor]]
 """(tensors, ranks) -> the elementwise maximum over these trainer ranks, NaN where any is NaN. All of the ranks call
 it together, with tensors of the same shapes in the same order."""
 
 Grids = dict[tuple[str, int], torch.Tensor]
-"""Scales of whole HF tensors, FP32 [ceil(R / 128), ceil(C / 128)], by parameter name and source number. Only entries
-of blocks that the rank holds part of are valid."""
+"""Scales of whole HF tensors, FP32 [ceil(R / 128), ceil(C / 128)] or, for INT4, bfloat16 [R, C / 32], by parameter name
+and source number. Only entries of blocks that the rank holds part of are valid."""
 
 
 class BlockScales(NamedTuple):
@@ -76,3 +80,21 @@ def compute_scale_grids(
             combined = reduce_max([amax[key] for key in keys], range(first_rank, first_rank + num_shards))
             amax.update(zip(keys, combined, strict=True))
     return {key: compute_scales(value) for key, value in amax.items()}
+
+
+def compute_int4_scales(
+    local: Mapping[str, torch.Tensor], params: Iterable[Param], train: TrainLayout, rank: int
+) -> Grids:
+    """Compute the INT4 scales of all of `params`, which this rank alone holds parts of. Arguments as above."""
+    grids: Grids = {}
+    for param in params:
+        scale_plane = planes(param, "int4")[1]
+        shard = local[param.megatron]
+        for source, tensor in enumerate(param.hf):
+            shape = scale_plane.shape(*tensor.shape)
+            grids[param.megatron, source] = torch.zeros(shape, dtype=torch.bfloat16, device=shard.device)
+        for interval in train.slices_of_rank(rank, param):
+            held = shard.narrow(interval.dim, interval.offset, interval.stop - interval.start)
+            _, dim, start, stop, _ = scale_plane.scale(interval)
+            grids[param.megatron, interval.source].narrow(dim, start, stop - start).copy_(int4.compute_scales(held))
+    return grids

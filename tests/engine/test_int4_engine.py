@@ -1,0 +1,57 @@
+"""INT4 experts in the real SGLang: it computes with the dequantised values, and keeps them where the tables say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tiny_models
+from compare import assert_matches_transformers
+from engine_config import make_config
+from int4_folder import dequantised_model, quantise_experts
+
+from megarl.config import ConfigError
+from megarl.engine.engine_host import HOST_VARIABLE
+from megarl.engine.sglang_engine import Engine
+from megarl.engine.weight_sender import OrderBuffer
+from megarl.models.registry import family_of, load_hf_config
+from megarl.reshard.plan.engine_settings import check_int4
+from megarl.reshard.plan.layout import EngineLayout, find_engine_problems
+
+
+def test_engine_computes_with_int4_experts(host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fp32, so that all but the experts' values is exact; on two expert parallel ranks."""
+    model, layout = tiny_models.kimi_k2(), EngineLayout(2, ep=2)
+    dense = quantise_experts(tiny_models.save(model, tmp_path / "plain"), folder := tmp_path / "int4")
+    config = make_config(folder, tmp_path / "run", tp=layout.tp, ep=layout.ep)
+    engine = Engine(replace(config, train=replace(config.train, routing_replay=True)), threads=1)
+    monkeypatch.setenv(HOST_VARIABLE, host)
+    engine.start()
+    try:
+        engine.wait_ready()
+        assert_matches_transformers(engine, dequantised_model(model, dense), 0)
+        buffers = [OrderBuffer() for _ in range(layout.tp)]
+        engine.begin_update()
+        engine.call_loader([buffer.make_payload({"do": "describe"}) for buffer in buffers])
+        engine.end_update(0)
+    finally:
+        engine.shutdown()
+    hf = load_hf_config(folder)
+    for position, answer in enumerate(buffer.read_answer() for buffer in buffers):
+        assert answer["odd"] == []
+        found = answer["tensors"]
+        assert found["model.layers.1.mlp.experts.w13_weight_packed"][0] == "uint8"
+        is_scale = {name: name.endswith("_weight_scale") for name in found}  # in the engine's dtype: here fp32
+        found = {name: ["bfloat16" if is_scale[name] else dtype, shape] for name, (dtype, shape) in found.items()}
+        params = family_of(hf).params(hf, 1)
+        assert find_engine_problems(found, params, layout, position, family_of(hf).num_experts(hf), "int4") == []
+
+
+def test_settings_that_repack_int4_experts_are_rejected() -> None:
+    check_int4({})
+    check_int4({"moe_runner_backend": "triton"})
+    with pytest.raises(ConfigError, match="deep_gemm: for an INT4 checkpoint SGLang then takes Marlin"):
+        check_int4({"moe_runner_backend": "deep_gemm"})
+    with pytest.raises(ConfigError, match="moe_a2a_backend=deepep: with an INT4 checkpoint"):
+        check_int4({"moe_a2a_backend": "deepep"})
