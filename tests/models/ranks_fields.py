@@ -1,6 +1,6 @@
 """Perturb every field of each family's config.json: the trainer computes what transformers computes, or refuses it.
 
-Argument: a family of `tiny.HF`. Prints the number of cases by outcome, and every case that fails:
+Argument: a family of `tiny.HF` that transformers has. Prints the number of cases by outcome, and every case that fails:
 
     equal: both compute the same log-probs
     refused: one line of ConfigError
@@ -112,11 +112,9 @@ def other_rope(block: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def full_config(family: str) -> dict[str, Any]:
     """Return the config.json that transformers writes for a tiny model, with every default."""
-    import transformers
-
     values = copy.deepcopy(tiny.HF[family])
-    config_class = getattr(transformers, values["architectures"][0]).config_class
-    written = json.loads(config_class(**values).to_json_string(use_diff=False))
+    written = json.loads(tiny.hf_config(values).to_json_string(use_diff=False))
+    written["architectures"] = values["architectures"]
     # and what SGLang alone reads
     return {key: value for key, value in values.items() if key not in ("rope_theta", "rope_scaling")} | written
 
@@ -141,15 +139,15 @@ def changed(hf: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
 
 def hf_model(hf: dict[str, Any]) -> Any:
     """Return transformers' model with weights that depend on nothing but their names and shapes."""
-    import transformers
     from transformers.initialization import no_init_weights
 
-    model_class = getattr(transformers, hf["architectures"][0])
+    model_class = tiny.hf_class(hf)
     config = model_class.config_class.from_dict(copy.deepcopy(hf))
     config._attn_implementation = "eager"
     with no_init_weights():
         model = model_class._from_config(config, dtype=torch.float32).eval()
     model.tie_weights()
+    tiny.set_latent_eps(model)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
