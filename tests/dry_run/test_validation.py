@@ -278,11 +278,6 @@ def test_invalid_settings_name_key_and_remedy(plan, overrides: list[str], messag
         (MOE | {"num_experts": 6}, ["rollout.tp=4", "rollout.ep=4"], r"rollout.ep=4 does not divide the model's 6"),
         (MOE | {"num_attention_heads": 6}, ["rollout.tp=4"], r"rollout.tp=4 does not divide.* 6 attention"),
         (
-            MOE | {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}},
-            ["rollout.max_context=1024"],
-            r"beyond the model's 512 positions; its rope_type yarn is for 2048: set max_position_embeddings in ",
-        ),
-        (
             MOE | {"rope_scaling": {"type": "linear", "factor": 2.0}},
             ["rollout.sglang.enable_fused_qk_norm_rope=true"],
             r"enable_fused_qk_norm_rope: SGLang's kernel computes yarn for rope_type=linear, too; remove it",
@@ -325,6 +320,12 @@ def test_mtp_training_limits(plan, overrides: list[str], message: str) -> None:
     assert re.search(
         r"train.mtp_loss_coef with tie_word_embeddings=true and parallel.pp above 1 is not implemented", error
     )
+
+
+def test_context_beyond_the_positions_of_a_scaled_model(plan) -> None:
+    hf = MOE | {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}}
+    (error,) = plan("rollout.max_context=1024", hf=hf).errors
+    assert "beyond the model's 512 positions; its rope_type yarn is for 2048: set max_position_embeddings in " in error
 
 
 def test_all_errors_are_reported_together(plan) -> None:
