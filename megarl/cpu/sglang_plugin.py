@@ -114,6 +114,7 @@ def register() -> None:
     if is_cpu():
         _patch_models()
         _patch_minimax()
+        _patch_ling()
         _patch_expert_parallel()
         _patch_int4_experts()
         _patch_attention()
@@ -240,6 +241,20 @@ def _patch_minimax() -> None:
         return queries, keys
 
     minimax_m2.MiniMaxM2QKRMSNorm._forward_naive = norm
+
+
+def _patch_ling() -> None:
+    """Scale the output of Ling 2's routed experts, as SGLang's kernels for GPUs do and its torch path does not."""
+    from sglang.srt.models import bailing_moe
+
+    forward = bailing_moe.BailingMoESparseMoeBlock._forward_router_experts
+
+    def scaled(self: Any, *arguments: Any, **options: Any) -> torch.Tensor:
+        output: torch.Tensor = forward(self, *arguments, **options)
+        is_scaled = self.topk.topk_config.apply_routed_scaling_factor_on_output
+        return output if is_scaled else output * self.routed_scaling_factor
+
+    bailing_moe.BailingMoESparseMoeBlock._forward_router_experts = scaled
 
 
 def _patch_gpt_oss() -> None:
