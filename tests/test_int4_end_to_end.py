@@ -29,7 +29,7 @@ def test_grpo_from_an_int4_folder(tmp_path: Path, host: str) -> None:
     train(folder, tmp_path / "run", *overrides, host=host)
     rows = read_steps(tmp_path / "run")
     assert [row["step"] for row in rows] == [1, 2]
-    # Noise of bf16. Experts that are not rounded in the trainer, as after an update, would differ by far more.
+    # Noise of bf16, also after the update, which moved the experts' masters off the grid.
     assert max(row["rollout/logprob_diff_mean"] for row in rows) < 0.02, rows
     assert all(row["actor/grad_norm"] > 0 for row in rows)
     exported = load_file(tmp_path / "run" / "export" / "model.safetensors")

@@ -20,6 +20,7 @@ from megarl.reshard.plan.engine_settings import check_int4
 from megarl.reshard.plan.layout import EngineLayout, find_engine_problems
 
 
+@pytest.mark.nightly
 def test_engine_computes_with_int4_experts(host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In fp32, so that all but the experts' values is exact; on two expert parallel ranks."""
     model, layout = tiny_models.kimi_k2(), EngineLayout(2, ep=2)
