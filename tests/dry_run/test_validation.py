@@ -267,6 +267,13 @@ def test_invalid_settings_name_key_and_remedy(plan, overrides: list[str], messag
     assert "is valid" not in render(report)
 
 
+def test_yarn_beyond_max_position_embeddings_names_the_remedy(plan) -> None:
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    report = plan("rollout.max_context=1024", hf=MOE | {"rope_scaling": yarn})
+    message = r"beyond the model's 512 positions; its rope_type yarn is for 2048: set max_position_embeddings in "
+    assert any(re.search(message, error) for error in report.errors), report.errors
+
+
 @pytest.mark.parametrize(
     "hf, overrides, message",
     [
@@ -277,11 +284,6 @@ def test_invalid_settings_name_key_and_remedy(plan, overrides: list[str], messag
         (MOE | {"moe_intermediate_size": 49}, ["rollout.tp=2"], r"would cut the model's moe_intermediate_size=49 in 2"),
         (MOE | {"num_experts": 6}, ["rollout.tp=4", "rollout.ep=4"], r"rollout.ep=4 does not divide the model's 6"),
         (MOE | {"num_attention_heads": 6}, ["rollout.tp=4"], r"rollout.tp=4 does not divide.* 6 attention"),
-        (
-            MOE | {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}},
-            ["rollout.max_context=1024"],
-            r"beyond the model's 512 positions; its rope_type yarn is for 2048: set max_position_embeddings in ",
-        ),
         (
             MOE | {"rope_scaling": {"type": "linear", "factor": 2.0}},
             ["rollout.sglang.enable_fused_qk_norm_rope=true"],
