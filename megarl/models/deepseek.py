@@ -248,6 +248,10 @@ def _check(hf: HFConfig, fields: dict[str, Any]) -> None:
     # SGLang applies it to the latents' norms, for which transformers has 1e-6.
     # Kimi-K2-Thinking has 1e-5. The trainer then computes what the engine does, and transformers something else.
     config_json.require(hf, "rms_norm_eps", 1e-6, (1e-5,) if hf.get("model_type") in ("kimi_k2", KIMI_K25) else ())
+    _require_narrow_values(hf)
+
+
+def _require_narrow_values(hf: HFConfig) -> None:
     if (size := need(hf, "v_head_dim")) > (keys := need(hf, "qk_nope_head_dim") + need(hf, "qk_rope_head_dim")):
         raise ConfigError(
             f"config.json: v_head_dim={size} above qk_nope_head_dim + qk_rope_head_dim = {keys} is not implemented: "
@@ -307,6 +311,7 @@ def _check_glm4_moe_lite(hf: HFConfig) -> None:
     """
     fields = FIELDS | LATENT | {"mlp_layer_types": list[str] | None, "num_key_value_heads": Heads}
     check_attention({"moe_layer_freq": 1, **hf}, fields)  # SGLang sets this key itself
+    _require_narrow_values(hf)
     config_json.require(hf, "rope_interleave", True)
     config_json.require(hf, "topk_method", "noaux_tc")
     config_json.require(hf, "num_mtp_layers", 0)  # num_nextn_predict_layers is read

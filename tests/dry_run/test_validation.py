@@ -267,6 +267,13 @@ def test_invalid_settings_name_key_and_remedy(plan, overrides: list[str], messag
     assert "is valid" not in render(report)
 
 
+def test_yarn_beyond_max_position_embeddings_names_the_remedy(plan) -> None:
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    report = plan("rollout.max_context=1024", hf=MOE | {"rope_scaling": yarn})
+    message = r"beyond the model's 512 positions; its rope_type yarn is for 2048: set max_position_embeddings in "
+    assert any(re.search(message, error) for error in report.errors), report.errors
+
+
 @pytest.mark.parametrize(
     "hf, overrides, message",
     [
