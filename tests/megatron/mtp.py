@@ -30,7 +30,7 @@ def add_layers(model: Any) -> None:
     for (
         name,
         own,
-    ) in decoder_kinds.items():  # transformers saves no configuration with types of more layers than the decoder's
+    ) in decoder_kinds.items():  # transformers saves types of decoder layers only
         setattr(config, name, own)
 
 
