@@ -30,6 +30,7 @@ from megarl.models.pipeline_stages import stage_layers
 from megarl.models.registry import family_of, num_trained_mtp
 from megarl.models.routing import routing_shape
 from megarl.models.sparse_indices import index_shape
+from megarl.parallel import device
 from megarl.parallel.placement import check_engine_ranks, prefix_role_error, role_config, role_parallel
 from megarl.rewards.functions import check_truth_file
 from megarl.types.requirements import Requirements
@@ -104,7 +105,7 @@ def _check_delta_nets(settings: Mapping[str, Any], config: Config) -> None:
             f"parallel.tp={parallel.tp} x cp={parallel.cp} does not divide the model's linear_num_key_heads={heads}, "
             "which Megatron's gated delta net distributes over both"
         )
-    if config.train.deterministic:
+    if config.train.deterministic and device.has_cuda():
         raise ConfigError(
             "train.deterministic=true, but Megatron's gated delta net has no deterministic kernel for packed "
             "sequences; set it to false"

@@ -22,10 +22,18 @@ from megarl.parallel import device
 
 
 class DeltaNet(GatedDeltaNet):  # type: ignore[misc]
-    """Megatron's gated delta net, except that exp(A_log) is computed in fp32, as transformers and SGLang do."""
+    """Megatron's gated delta net, except that exp(A_log) is computed in fp32, as transformers and SGLang do.
 
-    def __init__(self, *args: Any, pp_layer_offset: int | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    Megatron refuses packed sequences if it is to be deterministic. The functions for CPUs always are.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, *args: Any, pp_layer_offset: int | None = None, **kwargs: Any
+    ) -> None:
+        if not device.has_cuda():
+            config = copy(config)
+            config.deterministic_mode = False
+        super().__init__(config, *args, **kwargs)
 
     def _compute_g_and_beta(
         self, a_log: torch.Tensor, dt_bias: torch.Tensor, alpha: torch.Tensor, beta: torch.Tensor
