@@ -37,6 +37,7 @@ from megarl.controllers.controller import load_requirements
 from megarl.dry_run.suggest_layout import check_feasible, split_layers
 from megarl.models.family import HFConfig
 from megarl.models.fp8 import BLOCK
+from megarl.models.int4 import is_int4
 from megarl.models.pipeline_stages import stage_layers
 from megarl.models.registry import family_of, load_hf_config
 from megarl.parallel.placement import format_ranges
@@ -184,6 +185,10 @@ def stage_settings(options: argparse.Namespace, layers: int, pp: int, vpp: int) 
 
 def on_the_wire(hf: HFConfig, wire: str) -> HFConfig:
     """Return the model with a checkpoint whose engines receive weights in this format."""
+    if wire == "int4":
+        if not is_int4(hf):
+            raise ConfigError("--wire int4 is for models whose config.json declares INT4 experts")
+        return hf
     unquantized = {key: value for key, value in hf.items() if key != "quantization_config"}
     if wire != "fp8":
         return unquantized
@@ -327,7 +332,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--train-ranks", default="", metavar="0-255", help="where the trainer is (default: from 0 on)")
     parser.add_argument("--engine-ranks", default="", metavar="256-511", help="where engines are (default: trainer's)")
     parser.add_argument("--gpus-per-node", type=int_in_range(), default=8)
-    parser.add_argument("--wire", choices=("bf16", "fp8", "fp32"), default="bf16")
+    parser.add_argument("--wire", choices=("bf16", "fp8", "int4", "fp32"), default="bf16")
     parser.add_argument(
         "--pp-layers", default="", metavar="4,4,...", help="layers of each stage (default: as even as a run can)"
     )

@@ -158,7 +158,7 @@ def scale_rotary(model: GPTModel, rotary: ScaledRotary) -> None:
 
     Megatron's YarnRotaryEmbedding ignores `rotary_percent`, and its llama3 scaling has fixed constants.
     """
-    frequencies = torch.tensor(rotary.frequencies, device=model.rotary_pos_emb.inv_freq.device)
+    frequencies = rotary.frequencies.to(model.rotary_pos_emb.inv_freq.device)
     assert frequencies.shape == model.rotary_pos_emb.inv_freq.shape
     model.rotary_pos_emb.inv_freq = frequencies
     for module in model.modules():

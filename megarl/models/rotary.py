@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,8 +21,8 @@ from megarl.models.config_json import need, rope_options
 class ScaledRotary:
     """Rotary embeddings other than Megatron's default ones."""
 
-    frequencies: tuple[float, ...]
-    """Radians per position of each pair, in fp32."""
+    frequencies: torch.Tensor = field(compare=False)
+    """Radians per position of each pair, [dim / 2] fp32."""
     scale: float = 1.0
     """Factor on cosines and sines, thus on the rotated parts of queries and keys."""
 
@@ -40,7 +40,7 @@ def scaled_rotary(hf: Mapping[str, Any], dim: int) -> ScaledRotary | None:
         implemented = ", ".join(["default", *_FREQUENCIES])
         raise ConfigError(f"config.json: rope_type={kind!r} is not implemented (implemented: {implemented})")
     frequencies = _FREQUENCIES[kind](options, dim)
-    return ScaledRotary(tuple(frequencies.tolist()), yarn_scale(options) if kind == "yarn" else 1.0)
+    return ScaledRotary(frequencies, yarn_scale(options) if kind == "yarn" else 1.0)
 
 
 def _periods(options: Mapping[str, Any], dim: int) -> torch.Tensor:

@@ -15,9 +15,10 @@ def add_layers(model: Any) -> None:
     Names are those of the published checkpoints."""
     config, first_layer = model.config, model.config.num_hidden_layers
     norm, hidden = type(model.model.norm), model.config.hidden_size
-    for name, kind in {"indexer_types": "full", "mlp_layer_types": "sparse"}.items():  # of each layer
-        if getattr(config, name, None) is not None:
-            setattr(config, name, [*getattr(config, name), *[kind] * config.num_nextn_predict_layers])
+    kinds = {"indexer_types": "full", "mlp_layer_types": "sparse"}  # of each layer
+    decoder_kinds = {name: getattr(config, name) for name in kinds if getattr(config, name, None) is not None}
+    for name, own in decoder_kinds.items():
+        setattr(config, name, [*own, *[kinds[name]] * config.num_nextn_predict_layers])
     for number in range(config.num_nextn_predict_layers):
         layer = type(model.model.layers[-1])(config, first_layer + number)
         layer.enorm, layer.hnorm = norm(hidden, config.rms_norm_eps), norm(hidden, config.rms_norm_eps)
@@ -26,6 +27,11 @@ def add_layers(model: Any) -> None:
         layer.predict_ahead = types.MethodType(predict_ahead, layer)
         layer.float().eval().apply(model._init_weights)
         model.model.layers.append(layer)
+    for (
+        name,
+        own,
+    ) in decoder_kinds.items():  # transformers saves types of decoder layers only
+        setattr(config, name, own)
 
 
 def predict_ahead(layer: Any, state: torch.Tensor, embedded: torch.Tensor, rotary: Any) -> torch.Tensor:

@@ -50,7 +50,6 @@ def check(folder: Path, layout: dict[str, Any]) -> dict[str, float]:
     recompute = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     config = tiny.config(
         **settings,
-        world=torch.distributed.get_world_size(),
         model={"dtype": "bfloat16", "megatron": recompute},
         actor_optimizer=optimizer,
     )

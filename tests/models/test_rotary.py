@@ -71,7 +71,7 @@ def test_frequencies_and_scale_match_transformers(name: str, block: dict[str, An
     expected, scale = ROPE_INIT_FUNCTIONS[block["rope_type"]](config)
     rotary = family_of(hf).extras(hf).rotary
     assert rotary is not None and rotary == blocks.rotary(hf)
-    actual = torch.tensor(rotary.frequencies)
+    actual = rotary.frequencies
     assert actual.dtype == torch.float32 and actual.shape == expected.shape
     if block["rope_type"] == "llama3":  # blended in another order
         torch.testing.assert_close(actual, expected, rtol=3e-7, atol=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -117,6 +118,32 @@ def test_sync_on_512_ranks_is_bounded_by_the_busiest_nic(
     assert main(["--model", "deepseek-v3", *layout, "--hand-over-ms", "20", "--round-us", "0"]) == 0
     slow = json.loads(capsys.readouterr().out)
     assert slow["modelled_seconds"] == pytest.approx(slow["rounds"] * 0.02, rel=1e-3)
+
+
+LARGE_SYNCS = re.findall(
+    r"^\| `([\w.-]+)` \| `([\w=,]+)` \| (\d+): `([\w=,]+)` \| `(\w+)` \| ([\d.]+) s \| ([\d.]+) s \|",
+    (ROOT / "megarl/reshard/README.md").read_text(encoding="utf-8"),
+    re.MULTILINE,
+)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("model, train, gpus, engine, wire, seconds, bound", LARGE_SYNCS)
+def test_documented_syncs_of_large_models(
+    main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str], model: str, train: str, gpus: str,
+    engine: str, wire: str, seconds: str, bound: str,
+) -> None:  # fmt: skip
+    first = int(train.split(",")[0].removeprefix("world="))
+    ranks = ["--train-ranks", f"0-{first - 1}", "--engine-ranks", f"{first}-{first + int(gpus) - 1}"]
+    assert main(["--model", model, "--train", train, "--engine", engine, "--wire", wire, *ranks, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    modelled = result["modelled_seconds"]
+    assert modelled == pytest.approx(float(seconds), abs=0.006)
+    assert modelled / result["modelled_over_busiest_nic"] == pytest.approx(float(bound), abs=0.006)
+
+
+def test_finds_the_documented_syncs() -> None:
+    assert len(LARGE_SYNCS) == 6
 
 
 def test_prints_table_and_split_advice(main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]) -> None:
