@@ -628,6 +628,11 @@ def absent_config_keys() -> dict[str, float]:
     from megarl.models.config_json import DEFAULTS
 
     larger = {"deepseek_v3": {"num_hidden_layers": 4, "n_routed_experts": 32, "num_experts_per_tok": 8}}
+    larger["deepseek_v32"] = larger["glm_moe_dsa"] = larger["deepseek_v3"]
+    for family in ("qwen3_next", "qwen3_5_moe", "qwen3_5"):  # every fourth layer has attention
+        larger[family] = {"num_hidden_layers": 4}
+    # Of a head with the default size.
+    larger["qwen3_5_moe"]["rope_parameters"] = dict(rope_type="default", rope_theta=10000.0, mrope_section=[11, 11, 10])
     families = [family for family in tiny.family_names() if family != "ling2"]  # which transformers does not have
     cases = {family: (family, tuple(DEFAULTS[family.replace("_", "")]), larger.get(family, {})) for family in families}
     cases["deepseek_v2"] = ("deepseek_v2", cases["deepseek_v2"][1], {"num_experts_per_tok": 3})
@@ -646,7 +651,7 @@ def absent_config_keys() -> dict[str, float]:
         config = getattr(transformers, name).config_class(**json.loads(json.dumps(values)))
         config._attn_implementation = "eager"
         torch.manual_seed(0)
-        hf = getattr(transformers, name)(config).float().eval()
+        hf = tiny.set_latent_eps(getattr(transformers, name)(config).float().eval())
         with tempfile.TemporaryDirectory() as folder:
             hf.save_pretrained(folder)
             model = MegatronModel(values, tiny.config(), RANKS, "actor")
