@@ -392,7 +392,7 @@ def test_mtp_training_raises_draft_acceptance(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("family", tiny_models.families_without_builder())
+@pytest.mark.parametrize("family", [name for name in tiny_models.families_without_builder() if name != "qwen3_5"])
 def test_two_steps_of_an_moe_family(family: str, folder: Path, tmp_path: Path, host: str) -> None:
     """GRPO on two tensor and expert parallel ranks with replayed routing: engine and trainer compute the same policy
     before and after an update, and the export has every tensor, changed except for the routers' biases."""

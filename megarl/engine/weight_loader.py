@@ -265,7 +265,10 @@ def _run_order(model: torch.nn.Module, order: dict[str, Any], bucket: torch.Tens
             _TENSOR_CACHE.pop(model, None)
             from sglang.srt.model_loader.loader import post_load_weights
 
-            post_load_weights(model)
+            if type(model).__name__ == "Glm4MoeLiteForCausalLMNextN":  # SGLang 0.5.23 takes it for a model with layers
+                model.post_load_weights(is_nextn=True)  # type: ignore[operator]
+            else:
+                post_load_weights(model)
             for module in model.modules():  # Gemma's norms cache 1 + weight for fused kernels
                 getattr(module, "refresh_gemma_weight", lambda: None)()
             return {}

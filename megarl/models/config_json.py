@@ -289,7 +289,8 @@ def _rope(hf: Mapping[str, Any], block: Mapping[str, Any] | None) -> dict[str, A
     legacy_type = options.pop("type", None)
     options["rope_type"] = options.get("rope_type") or legacy_type or "default"
     for key in ("rope_theta", "partial_rotary_factor"):
-        options.setdefault(key, need(hf, key))
+        if key not in options:
+            options[key] = need(hf, key)
     key = "original_max_position_embeddings"
     if options["rope_type"] in ("llama3", "yarn") and key not in options and hf.get(key) is None:
         # transformers, with which SGLang reads the file too, fills the block so

@@ -78,7 +78,9 @@ def _without_mrope(hf: HFConfig) -> HFConfig:
         if (section := block.get(_MROPE[0])) is None:
             continue
         strict.check_value(section, list[int], f"config.json: {name}.mrope_section")
-        pairs = blocks.head_dim(hf) * rope_options(hf)["partial_rotary_factor"] / 2
+        share = rope_options(hf)["partial_rotary_factor"]
+        strict.check_value(share, float, f"config.json: {name}.partial_rotary_factor")
+        pairs = blocks.head_dim(hf) * share / 2
         if len(section) != 3 or min(section) < 0 or sum(section) != pairs:
             raise ConfigError(f"config.json: mrope_section={section} must be three numbers with the sum {pairs:g}")
         config_json.require_default_rope(hf, "SGLang scales rotary embeddings with mrope_section in another class")

@@ -39,7 +39,8 @@ def check_conversations(running: RunningEngine, model: PreTrainedModel) -> None:
             assert (out.cached > 0) == (turn > 0)
             expected = tiny_models.logprobs(model, [*tokens, *out.token_ids])[len(tokens) - 1 : -1]
             chosen = expected.gather(1, torch.tensor(out.token_ids.tolist())[:, None])[:, 0]
-            assert (torch.tensor(out.logprobs) - chosen).abs().max() < 1e-5
+            gap = float((torch.tensor(out.logprobs) - chosen).abs().max())
+            assert gap < 1e-5, gap
             tokens += [*out.token_ids.tolist(), *torch.randint(3, 400, (between,), generator=generator).tolist()]
 
 

@@ -419,7 +419,7 @@ def record_experts(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
 def record_keys(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
     """Record the keys that sparse attention chooses in the next forward pass: [tokens, topk] per layer that chooses."""
     result: list[torch.Tensor] = []
-    indexers = [getattr(layer.self_attn, "indexer", None) for layer in model.model.layers]
+    indexers = [getattr(getattr(layer, "self_attn", None), "indexer", None) for layer in model.model.layers]
     hooks = [
         indexer.register_forward_hook(lambda _, __, out: result.append(out[0]))
         for indexer in indexers

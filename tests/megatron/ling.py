@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 class BailingMoeV2Config(PreTrainedConfig):
     model_type = "bailing_moe_v2"
+    hidden_act: str = "silu"
     rope_parameters: dict[str, Any] | None = None
     embedding_dropout: float = 0.0
 

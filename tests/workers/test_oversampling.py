@@ -257,7 +257,10 @@ def test_routing_replay_rejects_stale_partial_groups(tmp_path: Path) -> None:
     state = before.save(tmp_path)
     after = OversampledRun(LOCAL, 1, LocalKVStore(), oversample=1.0)
     after.oversampling._replays_routing = True
-    with pytest.raises(ConfigError, match="groups of partial rollouts .* train.routing_replay=true cannot"):
+    with pytest.raises(
+        ConfigError,
+        match="groups of partial rollouts .* records train.routing_replay and train.sparse_index_replay cannot",
+    ):
         after.resume(tmp_path, state)
     restarting = OversampledRun(LOCAL, 1, LocalKVStore(), oversample=1.0, max_staleness=0)
     restarting.oversampling._replays_routing = True
