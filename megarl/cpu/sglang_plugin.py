@@ -131,6 +131,10 @@ def _patch_configs() -> None:
     them, and `full_attention_interval` without a default, where transformers writes `layer_types`.
     """
     from sglang.srt.configs.qwen3_next import Qwen3NextConfig
+    from sglang.srt.managers import io_struct
+
+    # GLM-4.7's parser asks every tool for this field, which /parse_function_call does not have.
+    io_struct.Function.strict = False
 
     init = Qwen3NextConfig.__init__
 

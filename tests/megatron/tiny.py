@@ -317,7 +317,7 @@ def hf_tensors(model: Any) -> dict[str, torch.Tensor]:
 
 
 def checkpoint_tensors(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return weights, or their gradients, by their names in safetensors files, where each expert has its own tensors."""
+    """Return weights, or their gradients, by names in safetensors files, where each expert has its own tensors."""
     from transformers.core_model_loading import revert_weight_conversion
 
     return split_experts(dict(revert_weight_conversion(model, tensors)))
