@@ -111,6 +111,10 @@ def randomize(model: PreTrainedModel, seed: int) -> PreTrainedModel:
                 tensor.copy_(0.1 * torch.randn(tensor.shape, generator=generator))
             elif not tensor.requires_grad:
                 continue
+            elif name.endswith("A_log"):  # states of delta nets that fade slowly, as in published models
+                tensor.copy_(-3 + 0.1 * torch.randn(tensor.shape, generator=generator))
+            elif hasattr(model.config, "linear_num_key_heads") and "norm" in name and "linear_attn" not in name:
+                tensor.copy_(0.1 * torch.randn(tensor.shape, generator=generator))  # these norms multiply by 1 + weight
             elif tensor.dim() == 1:
                 tensor.copy_(1 + 0.1 * torch.randn(tensor.shape, generator=generator))
             else:
@@ -360,7 +364,7 @@ DELTA_NET: dict[str, Any] = {
 
 
 def qwen3_next(seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """A gated delta net, then gated attention. Weights of most norms are around 1 + 1."""
+    """A gated delta net, then gated attention."""
     return randomize(Qwen3NextForCausalLM(Qwen3NextConfig(**(_common(2) | DELTA_NET | changes))), seed)
 
 
