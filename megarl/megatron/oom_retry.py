@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.config import Config, ConfigError
 from megarl.data.packing import plan_micro_batches
-from megarl.megatron import routing_replay, sparse_replay
+from megarl.megatron import routing_replay, sparse_attention
 from megarl.megatron.distribution import BatchDispatcher, MicroBatchPlan
 from megarl.megatron.parameter_names import unwrap
 from megarl.models.activation_memory import working_bytes
@@ -204,7 +204,7 @@ class OOMRetry:
             destroy_moe_metrics_tracker()
             DSAIndexerLossLoggingHelper.tracker.clear()
             routing_replay.reset(self._chunks)
-            sparse_replay.reset(self._chunks)
+            sparse_attention.reset(self._chunks)
         device.empty_cache()
         reports = self._reports or []
         divisible_sizes = [

@@ -31,6 +31,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from megarl.cpu.megatron_modules import DuplicatedLinear, PackedAttention
 from megarl.megatron.routing_replay import RecordedRows
+from megarl.models.sparse_indices import IndexShape
 from megarl.parallel.context_parallel import gather_context, zigzag
 from megarl.parallel.ranks import Ranks, all_gather_objects
 
@@ -138,7 +139,7 @@ def causal_mask(queries: int, keys: int, first: int, device: torch.device) -> to
 class SparseAttention(PackedAttention):
     """Causal latent attention over the keys that the indexer, an earlier layer or a replayed record chose.
 
-    `recorded` is the record of a replay, see `sparse_replay.py`.
+    `recorded` is the record of a replay, see `start_micro_batch`.
     """
 
     requires_dsa_inputs = True  # Megatron's MLA then passes `x` and `qr`
@@ -305,7 +306,7 @@ class _Scorer(NamedTuple):
 class ReplayedDSAttention(DSAttention):  # type: ignore[misc]
     """Megatron's sparse attention, with replay: it attends to recorded keys as a layer that shares an earlier choice.
 
-    `recorded` is the record of a replay, see `sparse_replay.py`.
+    `recorded` is the record of a replay, see `start_micro_batch`.
     """
 
     skip_topk: bool
@@ -331,7 +332,7 @@ class ReplayedDSAttention(DSAttention):  # type: ignore[misc]
             output: torch.Tensor = super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
             return output
         holder = self._get_index_share_topk_holder(packed_seq_params)
-        own, is_shared = None, self.index_share
+        indexer_choice, is_shared = None, self.index_share
         cp, group = self.config.context_parallel_size, parallel_state.get_context_parallel_group()
         cu_seqlens = packed_seq_params.cu_seqlens_q
         local = zigzag(cu_seqlens, cp)[group.rank() if cp > 1 else 0].to(cu_seqlens.device)
@@ -347,14 +348,14 @@ class ReplayedDSAttention(DSAttention):  # type: ignore[misc]
             if bool(any_missing):  # a pass of which only the choice of keys is kept
                 with torch.no_grad():
                     super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
-                own = holder[self.layer_number][0]
+                indexer_choice = holder[self.layer_number][0]
             first_keys = torch.arange(self.index_topk, device=rows.device)
             # The nearest keys; for the first index_topk tokens of a sequence, which see all earlier ones, these all.
             nearest = positions[:, None] - first_keys
             keys = torch.where(rows[:, :1] < 0, nearest, rows.long())
             chosen = torch.where(keys < 0, keys.new_tensor(-1), keys + starts[:, None])
-            if own is not None:
-                chosen = torch.where(is_missing[:, None], own, chosen)
+            if indexer_choice is not None:
+                chosen = torch.where(is_missing[:, None], indexer_choice, chosen)
             holder[self.source_layer] = chosen[None]
             self._get_index_share_topk_length_holder(packed_seq_params).pop(self.source_layer, None)
             self.skip_topk = True
@@ -370,3 +371,29 @@ def sparse_layers(chunk: torch.nn.Module) -> Sequence[Any]:
 
     layers = (layer.self_attention for layer in unwrap(chunk).decoder.layers)
     return [layer.core_attention for layer in layers if getattr(layer.core_attention, "indexer", None) is not None]
+
+
+# --- replay ---------------------------------------------------------------------------------------------------------
+# The trainer's tokens attend to the keys that the engine's indexers chose. As with expert routing, rounding alone makes
+# trainer and engine choose differently at the margin, and more often: many keys score nearly the same, and ReLU makes
+# some scores equal.
+
+
+def recorded_layers(chunks: Sequence[torch.nn.Module], shape: IndexShape) -> tuple[int, ...]:
+    """Return the layers of these chunks that replay, as indices among all layers with an indexer."""
+    return tuple(shape.layers.index(layer.layer_number - 1) for chunk in chunks for layer in sparse_layers(chunk))
+
+
+def start_micro_batch(chunk: torch.nn.Module, keys: torch.Tensor | None) -> None:
+    """Set what the chunk's next forward pass replays. Its indexers choose if `keys` is None.
+
+    keys: as from `models.sparse_indices.select`.
+    """
+    for index, layer in enumerate(sparse_layers(chunk)):
+        layer.recorded.set_recorded(None if keys is None else keys[:, index], chunk.training)
+
+
+def reset(chunks: Sequence[torch.nn.Module]) -> None:
+    """Discard the replay state of aborted passes in these chunks."""
+    for layer in (layer for chunk in chunks for layer in sparse_layers(chunk)):
+        layer.recorded.reset()

@@ -18,7 +18,7 @@ from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracke
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.config import Config, ConfigError
-from megarl.megatron import lora, optimizer, routing_replay, sparse_replay
+from megarl.megatron import lora, optimizer, routing_replay, sparse_attention
 from megarl.megatron.build import Role, build_chunks
 from megarl.megatron.distribution import BatchDispatcher, LocalRows, MicroBatchPlan, make_model_rank
 from megarl.megatron.logprobs import OutputReader
@@ -136,7 +136,9 @@ class MegatronModel:
                 routing_replay.install(self.chunks, self.replay_shape)
             layers = routing_replay.replayed_layers(self.chunks) if self.replay_shape is not None else ()
             self.index_shape = index_shape(hf_config, config) if role == "actor" else None
-            indexed = () if self.index_shape is None else sparse_replay.recorded_layers(self.chunks, self.index_shape)
+            indexed = (
+                () if self.index_shape is None else sparse_attention.recorded_layers(self.chunks, self.index_shape)
+            )
             self.dispatcher = BatchDispatcher(
                 model_ranks=dict(
                     all_gather_objects((ranks.job.rank, make_model_rank(ranks, layers, indexed)), ranks.host_group)
@@ -407,7 +409,7 @@ class MegatronModel:
                 replay_shard = routing_replay.ReplayShard(layers, self.ranks.tp, self.ranks.tp_rank)
             indexed = None
             if self.index_shape is not None:
-                local = sparse_replay.recorded_layers([chunk], self.index_shape)
+                local = sparse_attention.recorded_layers([chunk], self.index_shape)
                 indexed = tuple(rows.indexed_layers.index(layer) for layer in local)
             options = mtp_layers, replay_shard, indexed
             return (
@@ -425,7 +427,7 @@ class MegatronModel:
                 )
             if self.index_shape is not None:
                 keys = None if micro.sparse_indices is None else micro.on_device("sparse_indices")
-                sparse_replay.start_micro_batch(model, keys)
+                sparse_attention.start_micro_batch(model, keys)
             runs_mtp = bool(mtp_layers) and unwrap(model).post_process
             needs_tokens = runs_mtp or unwrap(model).pre_process
             output = model(

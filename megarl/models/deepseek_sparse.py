@@ -47,7 +47,7 @@ def indexer_types(hf: HFConfig) -> list[str]:
 
     Raises ConfigError if the keys that say so contradict each other.
     """
-    layers, given = need(hf, "num_hidden_layers"), []
+    layers, declared = need(hf, "num_hidden_layers"), []
     for key in ("indexer_types", "index_topk_pattern"):
         if hf.get(key):
             types = [{"F": "full", "S": "shared"}.get(name, str(name)) for name in hf[key]]
@@ -55,15 +55,15 @@ def indexer_types(hf: HFConfig) -> list[str]:
                 raise ConfigError(
                     f"config.json: {key} must name full or shared for each of {layers} layers, and full for the first"
                 )
-            given.append((key, types))
-    if not given or hf.get("index_topk_freq") is not None or hf.get("index_skip_topk_offset") is not None:
+            declared.append((key, types))
+    if not declared or hf.get("index_topk_freq") is not None or hf.get("index_skip_topk_offset") is not None:
         freq, offset = hf.get("index_topk_freq") or 1, hf.get("index_skip_topk_offset") or 2
         types = ["full" if max(layer - offset + 1, 0) % freq == 0 else "shared" for layer in range(layers)]
-        given.append((f"index_topk_freq={freq} with index_skip_topk_offset={offset}", types))
-    for key, types in given[1:]:
-        if types != given[0][1]:
-            raise ConfigError(f"config.json: {given[0][0]} and {key} name other layers; remove one of them")
-    return given[0][1]
+        declared.append((f"index_topk_freq={freq} with index_skip_topk_offset={offset}", types))
+    for key, types in declared[1:]:
+        if types != declared[0][1]:
+            raise ConfigError(f"config.json: {declared[0][0]} and {key} name other layers; remove one of them")
+    return declared[0][1]
 
 
 def index_sharing(hf: HFConfig) -> tuple[int, int]:

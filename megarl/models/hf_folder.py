@@ -205,6 +205,8 @@ class HFWeights:
         if packed := self._packed_name(name):
             return self._dequantise_packed(packed, dim, start, stop)
         if (view := self.view(name)) is not None:
+            if view == StoredSlice(view.name):  # only renamed
+                return self.get_slice(view.name, dim, start, stop)
             return self._view_slice(view, dim, start, stop)
         index = (slice(None),) * dim + (slice(start, stop),)
         values: torch.Tensor = self._read(name, lambda file: file.get_slice(name)[index])
@@ -236,6 +238,10 @@ class HFWeights:
         return weight if dim == 0 else weight[:, skipped : skipped + stop - start]
 
     def _view_slice(self, view: StoredSlice, dim: int, start: int, stop: int) -> torch.Tensor:
+        if view.name + SCALE_SUFFIX in self._files:
+            raise ConfigError(
+                f"{self.folder}: {view.name} is a stack in FP8, which is not implemented; convert the model to bfloat16"
+            )
         stored_shape = self._stored_shape(view.name)
         is_stack, matrix = view.expert is not None, len(stored_shape) - (view.expert is not None)
         rows = range(stored_shape[-1 if view.transposed else int(is_stack)])[view.rows]

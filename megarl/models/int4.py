@@ -29,7 +29,7 @@ from megarl.models.layout_algebra import Param
 
 GROUP = 32  # elements of a row that share a scale
 PACKED_SUFFIX, SCALE_SUFFIX, SHAPE_SUFFIX = "_packed", "_scale", "_shape"
-"""Of the names of a matrix's tensors, after "weight". SGLang's names of stacked experts end so, too."""
+"""Suffixes of the tensors of a matrix, after "weight", in checkpoints and in SGLang."""
 QUANT_METHOD = "compressed-tensors"
 _WEIGHTS = {
     "num_bits": (4,),

@@ -119,9 +119,9 @@ def yarn_scale(options: Mapping[str, Any], mla: bool = False) -> float:
         engine_scale = m(1) if mscale is None or all_dim is None else m(mscale) / m(all_dim)
     if abs(scale - engine_scale) > 1e-6:
         names = [key for key in ("attention_factor", "mscale", "mscale_all_dim") if options.get(key) is not None]
-        given = " and ".join(f"{key}={options[key]:g}" for key in names)
+        values = " and ".join(f"{key}={options[key]:g}" for key in names)
         raise ConfigError(
-            f"config.json: rope_type yarn with {given} is not implemented: transformers multiplies cosines and sines "
+            f"config.json: rope_type yarn with {values} is not implemented: transformers multiplies cosines and sines "
             f"by {scale:.6g}, SGLang by {engine_scale:.6g}; remove {'it' if len(names) == 1 else 'them'}"
         )
     return float(scale)

@@ -468,3 +468,26 @@ def test_experts_that_checkpoints_stack(tmp_path: Path, form: str, monkeypatch: 
         open_hf(write_source(tmp_path / "few", MOE, few)).check(MOE)
     with pytest.raises(ConfigError, match="missing"):
         save_hf(tmp_path / "part", list(tensors.items())[:-4], source)
+
+
+def test_dequantizes_fp8_that_checkpoints_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for the language model within a larger one. Experts stacked in FP8 are refused, not read without scales."""
+
+    def stored_slice(hf: Any, name: str) -> StoredSlice | None:
+        stacked = name.startswith("model.layers.0.mlp.experts.") and name.endswith(".down_proj.weight")
+        expert = int(name.split(".")[5]) if stacked else None
+        return StoredSlice("stack", expert) if stacked else StoredSlice(f"inner.{name}")
+
+    family = replace(registry.FAMILIES["Qwen3MoeForCausalLM"], stored_slice=stored_slice)
+    monkeypatch.setitem(registry.FAMILIES, "Qwen3MoeForCausalLM", family)
+    quantized, dequantized = quantize_fp8(random_tensors(WIDE))
+    folder = {f"inner.{name}": tensor for name, tensor in quantized.items()}
+    weights = open_hf(write_source(tmp_path / "renamed", WIDE, folder))
+    for name in ("model.layers.1.mlp.experts.1.gate_proj.weight", "model.norm.weight"):
+        assert torch.equal(weights.get(name), dequantized[name]), name
+        assert torch.equal(weights.get_slice(name, 0, 3, 140), dequantized[name][3:140]), name
+    down = "model.layers.0.mlp.experts.{}.down_proj.weight"
+    stack = torch.stack([folder.pop(f"inner.{down.format(e)}") for e in range(MOE["num_experts"])])
+    weights = open_hf(write_source(tmp_path / "stacked", WIDE, folder | {"stack": stack, "stack_scale_inv": stack[0].clone()}))
+    with pytest.raises(ConfigError, match="stack is a stack in FP8, which is not implemented"):
+        weights.get(down.format(1))

@@ -94,7 +94,7 @@ def compute_int4_scales(
             shape = scale_plane.shape(*tensor.shape)
             grids[param.megatron, source] = torch.zeros(shape, dtype=torch.bfloat16, device=shard.device)
         for interval in train.slices_of_rank(rank, param):
-            held = shard.narrow(interval.dim, interval.offset, interval.stop - interval.start)
+            part = shard.narrow(interval.dim, interval.offset, interval.stop - interval.start)
             _, dim, start, stop, _ = scale_plane.scale(interval)
-            grids[param.megatron, interval.source].narrow(dim, start, stop - start).copy_(int4.compute_scales(held))
+            grids[param.megatron, interval.source].narrow(dim, start, stop - start).copy_(int4.compute_scales(part))
     return grids
