@@ -106,6 +106,7 @@ def register() -> None:
 
     bind_store_addresses()
     _patch_configs()
+    _patch_tool_calls()
     if SECRET_ENV in os.environ:
         seal_pickles()
     _patch_stacked_experts()
@@ -131,10 +132,6 @@ def _patch_configs() -> None:
     them, and `full_attention_interval` without a default, where transformers writes `layer_types`.
     """
     from sglang.srt.configs.qwen3_next import Qwen3NextConfig
-    from sglang.srt.managers import io_struct
-
-    # GLM-4.7's parser asks every tool for this field, which /parse_function_call does not have.
-    io_struct.Function.strict = False
 
     init = Qwen3NextConfig.__init__
 
@@ -146,6 +143,13 @@ def _patch_configs() -> None:
         init(self, **values)
 
     Qwen3NextConfig.__init__ = read_like_transformers
+
+
+def _patch_tool_calls() -> None:
+    """Let GLM-4.7's parser be asked by /parse_function_call, whose tools lack a field that it reads."""
+    from sglang.srt.managers import io_struct
+
+    io_struct.Function.strict = False
 
 
 def seal_pickles() -> None:

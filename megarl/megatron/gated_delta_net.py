@@ -42,7 +42,10 @@ class DeltaNet(GatedDeltaNet):  # type: ignore[misc]
 
 
 class OutputNorm:
-    """Builds the norm of the delta net's output, which multiplies by w where all other norms multiply by 1 + w."""
+    """Builds the norm of the delta net's output, which multiplies by w where all other norms multiply by 1 + w.
+
+    A class, because Megatron's `build_module` does not call functions.
+    """
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float) -> Any:
         plain = copy(config)

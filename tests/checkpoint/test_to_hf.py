@@ -488,6 +488,7 @@ def test_dequantizes_fp8_that_checkpoints_rename(tmp_path: Path, monkeypatch: py
         assert torch.equal(weights.get_slice(name, 0, 3, 140), dequantized[name][3:140]), name
     down = "model.layers.0.mlp.experts.{}.down_proj.weight"
     stack = torch.stack([folder.pop(f"inner.{down.format(e)}") for e in range(MOE["num_experts"])])
-    weights = open_hf(write_source(tmp_path / "stacked", WIDE, folder | {"stack": stack, "stack_scale_inv": stack[0].clone()}))
+    folder |= {"stack": stack, "stack_scale_inv": stack[0].clone()}
+    weights = open_hf(write_source(tmp_path / "stacked", WIDE, folder))
     with pytest.raises(ConfigError, match="stack is a stack in FP8, which is not implemented"):
         weights.get(down.format(1))
