@@ -18,6 +18,7 @@ SPARSE = "megatron.core.transformer.experimental_attention_variant.dsa"
 KNOWN = {
     "megatron.core.tensor_parallel.random.__name__": "every module has it",
     "megatron.core.distributed.finalize_model_grads.reset_model_temporary_tensors": "a module has its name",
+    "sglang.srt.managers.io_struct.Function.strict": "a patch adds it",
     f"{SPARSE}.DSAIndexerLossAutoScaler.apply": "a function of autograd has it",
     f"{SPARSE}.DSAIndexerLossLoggingHelper.tracker.clear": "a dictionary has it",
     f"{SPARSE}.DSAIndexerLossLoggingHelper.tracker.get": "a dictionary has it",
