@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 
 from megarl.cpu import sglang_speculative
+from megarl.engine import sglang_images
 from megarl.parallel.job_secret import SECRET_ENV, SealedPickle, seal_object_collectives
 from megarl.parallel.rendezvous import bind_store_addresses
 
@@ -93,8 +94,10 @@ def register() -> None:
     bind_store_addresses()
     if SECRET_ENV in os.environ:
         seal_pickles()
+    sglang_images.install()
     if is_cpu():
         _patch_models()
+        _patch_image_processor()
         _patch_expert_parallel()
         _patch_attention()
         sglang_speculative.install()
@@ -142,6 +145,25 @@ def _patch_models() -> None:
         return torch.empty(dims, dtype=dtype, device=device)
 
     ALLOC_MEMORY_FUNCS["cpu"] = allocate
+
+
+def _patch_image_processor() -> None:
+    """Load a tokenizer and an image processor without torchvision, which the processor of videos would need."""
+    from sglang.srt.utils.hf_transformers import processor
+
+    class Processor:
+        def __init__(self, folder: str, options: dict[str, Any]) -> None:
+            from transformers import AutoTokenizer
+            from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+            self.tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+            self.image_processor = Qwen2VLImageProcessorPil.from_pretrained(folder)
+
+        @staticmethod
+        def from_pretrained(folder: str, *_: Any, trust_remote_code: bool = False, **__: Any) -> Processor:
+            return Processor(folder, {"trust_remote_code": trust_remote_code})
+
+    processor.AutoProcessor = Processor
 
 
 def _patch_expert_parallel() -> None:

@@ -383,11 +383,11 @@ def _resolve_target(
     if name not in dtypes:
         raise ValueError(f"the request does not state the dtype of {name}")
     tensor = tensors[name]
-    if tensor.dim() not in ((1, 2) if index == -1 else (3,)) or not -1 <= index < len(tensor):
+    if (index != -1 and tensor.dim() != 3) or not tensor.dim() or not -1 <= index < len(tensor):
         raise ValueError(f"{name} has the shape {list(tensor.shape)}; index {index} does not fit it")
     matrix = tensor if index == -1 else tensor[index]
-    if matrix.dim() == 1:
-        matrix = matrix[:, None]
+    if matrix.dim() != 2:  # a vector, or the kernel of a convolution
+        matrix = matrix.view(len(matrix), -1)
     rows, columns = matrix.shape
     if not (0 <= r0 < r1 <= rows and 0 <= c0 < c1 <= columns):
         raise ValueError(f"rows {r0}:{r1}, columns {c0}:{c1} are not in {name}, which has {rows} and {columns}")

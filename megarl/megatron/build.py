@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megarl.config import Config, ConfigError
 from megarl.cpu import megatron_modules
+from megarl.megatron import vision
 from megarl.megatron.lora import add_adapters
 from megarl.megatron.model_layers import (
     CappedAttention,
@@ -135,6 +136,7 @@ def build_chunks(
     mtp_layers: number of multi-token prediction layers. trains: wrap the chunks in DistributedDataParallel, which
     allocates gradient buffers; otherwise their weights are frozen.
     """
+    vision.check(hf, family_of(hf).vision, config, role)
     settings = transformer_config(hf, config)
     settings.mtp_num_layers = mtp_layers or None
     if config.train.deterministic and device.has_cuda():
@@ -142,6 +144,8 @@ def build_chunks(
     chunks: list[Any] = [_build_chunk(hf, config, role, settings, chunk) for chunk in range(config.parallel.vpp)]
     if settings.bf16:
         chunks = [Float16Module(settings, chunk) for chunk in chunks]
+        for tower in (module.visual for chunk in chunks for module in chunk.modules() if hasattr(module, "visual")):
+            vision.restore_rope(tower)
     for router in (module for chunk in chunks for module in chunk.modules() if hasattr(module, "expert_bias")):
         # The wrapper has cast the expert bias to bf16 with everything else. Megatron casts it back only in the first
         # forward pass, which would round biases loaded before that.
@@ -172,11 +176,19 @@ def _build_chunk(
     if role != "actor":
         arguments["share_embeddings_and_output_weights"] = False
     spec = _layer_spec(settings, extras, vp_stage)
+    build_model = MTPModel if settings.mtp_num_layers else GPTModel
+    if (vision_family := family_of(hf).vision) is not None:
+        build_model = vision.VisionLanguageModel
+        rope = settings.kv_channels, arguments["rotary_base"], settings.mrope_section, vision_family.is_interleaved
+        arguments["rope"] = vision.MultimodalRope(*rope)
+        arguments["tower"] = vision.build_tower(hf, vision_family, config) if is_first else None
+        for layer in spec.layer_specs:
+            layer.module = vision.DeepstackLayer
     if settings.mtp_num_layers:
         has_te = device.has_cuda()
         mtp_spec = get_gpt_mtp_block_spec(settings, spec, use_transformer_engine=has_te, vp_stage=vp_stage)
         arguments["mtp_block_spec"] = mtp_spec if has_te else megatron_modules.adapt_local_spec(mtp_spec)
-    model = (MTPModel if settings.mtp_num_layers else GPTModel)(
+    model = build_model(
         config=settings,
         transformer_layer_spec=spec,
         pre_process=is_first,

@@ -47,6 +47,7 @@ class LocalRows(NamedTuple):
     records: Mapping[int, torch.Tensor] | None
     layers: tuple[int, ...]  # the MoE layers that the routing records cover
     sampling_masks: Mapping[int, SamplingMask] | None
+    images: Mapping[int, torch.Tensor] | None = None  # packed
 
     def select(self, indices: Sequence[int]) -> TrainBatch:
         """Return a batch of these sequences. Columns that this rank does not need are zeros or None."""
@@ -65,6 +66,7 @@ class LocalRows(NamedTuple):
             routing=None if self.records is None else tuple(self.records[i] for i in indices),
             counts=self.batch.counts,
             sampling_mask=None if self.sampling_masks is None else tuple(self.sampling_masks[i] for i in indices),
+            images=None if self.images is None else tuple(self.images[i] for i in indices),
             **fields,
         )
 
@@ -126,6 +128,7 @@ class BatchDispatcher:
                 None if records is None else dict(enumerate(records)),
                 () if shape is None else tuple(range(len(shape.moe_layers))),
                 None if sampling_masks is None else dict(enumerate(sampling_masks)),
+                None if batch.images is None else dict(enumerate(batch.images)),
             )
         last_stages = [rank for rank, model_rank in self.model_ranks.items() if model_rank.is_last_stage]
         with_tokens = [rank for rank, model_rank in self.model_ranks.items() if model_rank.needs_tokens]
@@ -143,6 +146,7 @@ class BatchDispatcher:
             None if records is None else self._dispatch_routing(batch, plan, records),
             self.this_rank.replayed_layers if self.this_rank else (),
             None if sampling_masks is None else self._dispatch_sampling_masks(batch, plan, sampling_masks, last_stages),
+            None if batch.images is None else self._dispatch_images(batch, plan, batch.images),
         )
 
     def _deliver(
@@ -215,6 +219,16 @@ class BatchDispatcher:
         if self.this_rank is None or not self.this_rank.is_last_stage:
             return None
         return {index: SamplingMask(counts, rows["ids"][index]) for index, counts in rows["counts"].items()}
+
+    def _dispatch_images(
+        self, batch: TrainBatch, plan: MicroBatchPlan, images: Sequence[torch.Tensor]
+    ) -> dict[int, torch.Tensor]:
+        """Send the images of its sequences to every rank of the model: all stages need the positions of tokens."""
+        assert batch.sharding is not None and batch.sharding.image_bytes is not None
+        packed = torch.cat([torch.zeros(0, dtype=torch.uint8), *images])
+        specs: dict[str, RowSpec] = {"images": (torch.uint8, ())}
+        rows = self._deliver(batch, plan, {"images": packed}, specs, batch.sharding.image_bytes, self.model_ranks)
+        return rows["images"]
 
     def collect(
         self, batch: TrainBatch, plan: MicroBatchPlan, outputs: Sequence[MicroBatchOutput], names: Sequence[str]

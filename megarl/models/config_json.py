@@ -66,6 +66,12 @@ _SHARED: dict[str, Any] = {
     "tie_word_embeddings": False,
     "use_sliding_window": False,
 }
+_VISION_TOKENS = {
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+    "vision_start_token_id": 151652,
+    "vision_end_token_id": 151653,
+}
 _EXPERTS: dict[str, Any] = _SHARED | {"n_group": 1, "topk_group": 1, "norm_topk_prob": True, "num_mtp_layers": 1}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": _SHARED | {"mlp_bias": False, "num_key_value_heads": None},
@@ -83,6 +89,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "deepseekv3": _EXPERTS
     | {"q_lora_rank": 1536, "n_shared_experts": 1, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5}
     | {"n_group": 8, "topk_group": 4, "rope_interleave": True},
+    "qwen25vl": _SHARED | _VISION_TOKENS | {"rope_theta": 1000000.0},
+    "qwen3vlmoe": _SHARED
+    | _VISION_TOKENS
+    | {"rope_theta": 500000.0, "decoder_sparse_step": 1, "mlp_only_layers": None, "norm_topk_prob": True},
     "glm4moe": _EXPERTS
     | {"n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.0}
     | {"use_qk_norm": False, "partial_rotary_factor": 0.5},

@@ -355,7 +355,7 @@ def _write(
     table: Sequence[Param] | None,
     config: Mapping[str, Any] | None,
 ) -> None:
-    hf = load_hf_config(source)
+    hf, published = load_hf_config(source), read_json(source / "config.json")
     family = family_of(hf)
     rows = [(param, tensor) for param in table or family.params(hf, 1) for tensor in param.hf]
     open_shapes = {tensor.name: tensor.shape for _, tensor in rows}
@@ -396,11 +396,18 @@ def _write(
         if file.is_file() and file.suffix in COPIED_SUFFIXES and not file.name.endswith(".safetensors.index.json"):
             shutil.copyfile(file, staging / file.name)
     # Update the model and dtype in config.json; leave the file untouched if it is correct already.
-    new_hf = {field: value for field, value in (config or hf).items() if field != "quantization_config"}
+    new_hf = {field: value for field, value in (config or published).items() if field != "quantization_config"}
     key = "dtype" if "dtype" in new_hf else "torch_dtype"
     dtype_name = new_hf.get(key) if dtype is None else str(dtype).removeprefix("torch.")
-    if new_hf != hf or hf.get(key) != dtype_name:
-        (staging / "config.json").write_text(json.dumps({**new_hf, key: dtype_name}, indent=2) + "\n")
+    new_hf = {name: _with_dtype(value, dtype_name) for name, value in new_hf.items()} | {key: dtype_name}
+    if new_hf != published and not (dtype_name is None and key not in published):
+        (staging / "config.json").write_text(json.dumps(new_hf, indent=2) + "\n")
+
+
+def _with_dtype(value: Any, dtype: str | None) -> Any:
+    """Return a value of config.json, with the dtype replaced if it is the configuration of a part that has one."""
+    keys = value.keys() & {"dtype", "torch_dtype"} if isinstance(value, dict) else ()
+    return {**value, **dict.fromkeys(keys, dtype)} if keys and dtype else value
 
 
 class _Stacks:

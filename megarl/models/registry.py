@@ -6,17 +6,18 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import Config, ConfigError, plugins, strict
-from megarl.models import deepseek, gqa
+from megarl.models import deepseek, gqa, qwen_vl
 from megarl.models.config_json import need
 from megarl.models.family import CAUSAL_LM, CLASSIFIER, Family, HFConfig
-from megarl.models.layout_algebra import Param
+from megarl.models.layout_algebra import TOWER, Param
 
 _DENSE = (gqa.QWEN2, gqa.QWEN3, gqa.LLAMA, gqa.GEMMA2)
 _MOE = (gqa.QWEN3_MOE, deepseek.V2, deepseek.V3, gqa.GLM4_MOE)
-FAMILIES: dict[str, Family] = {family.architecture: family for family in _DENSE + _MOE}
+_VISION = (qwen_vl.QWEN2_5_VL, qwen_vl.QWEN3_VL_MOE)
+FAMILIES: dict[str, Family] = {family.architecture: family for family in _DENSE + _MOE + _VISION}
 
 ENTRY_POINT_GROUP = "megarl.families"  # of families of other packages, each named by its architecture
-PARTS = ("embedding", "attention", "dense mlp", "experts", "router", "norms", "head")
+PARTS = ("embedding", "vision tower", "attention", "dense mlp", "experts", "router", "norms", "head")
 
 
 def family_of(hf: HFConfig) -> Family:
@@ -60,11 +61,36 @@ def load_hf_config(path: str | Path) -> dict[str, Any]:
     if not file.is_file():
         no_config = f"no config.json in {path}: it is not an HF model folder"
         raise ConfigError(no_config if folder.is_dir() else f"no model folder or config.json at {path}")
-    values = strict.read_json(file)
+    values = flatten_text_config(strict.read_json(file))
     for key, kind in {"architectures": list[str] | None, "model_type": str | None}.items():
         # These select the family, which checks all other keys.
         strict.check_value(values.get(key), kind, f"{file}: {key}")
     return values
+
+
+def flatten_text_config(values: dict[str, Any]) -> dict[str, Any]:
+    """Return a config.json with the keys of its `text_config` at the top level, if its family has a vision tower.
+
+    Raises ConfigError if a key is in both places with different values.
+    """
+    architectures, text = values.get("architectures"), values.get("text_config")
+    name = architectures[0] if isinstance(architectures, list) and architectures else None
+    if (family := FAMILIES.get(str(name))) is None or family.vision is None or not isinstance(text, dict):
+        return values
+    outer = {key: value for key, value in values.items() if key != "text_config"}
+    inner = {key: value for key, value in text.items() if key not in ("model_type", "architectures")}
+    if inner.get("tie_word_embeddings") and not outer.get("tie_word_embeddings"):
+        outer.pop("tie_word_embeddings", None)  # as in transformers, if either is true
+    elif outer.get("tie_word_embeddings"):
+        inner.pop("tie_word_embeddings", None)
+    for key in sorted(outer.keys() & inner.keys() - _TOP_LEVEL):
+        if outer[key] != inner[key]:
+            raise ConfigError(f"config.json of {name}: {key} differs from text_config.{key}; remove one of them")
+    return inner | outer
+
+
+_TOP_LEVEL = frozenset("dtype torch_dtype transformers_version use_cache".split())
+"""Keys of config.json that do not describe the text model."""
 
 
 def num_trained_mtp(hf: HFConfig, config: Config) -> int:
@@ -93,6 +119,8 @@ def part_of(param: Param) -> str:
     name = param.megatron
     if name.startswith("embedding."):
         return "embedding"
+    if name.startswith(TOWER):
+        return "vision tower"
     if name.startswith("output_layer."):
         return "head"
     if "layernorm." in name:

@@ -22,6 +22,7 @@ import torch
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents[2] / "tools")]
 torch.set_num_threads(1)
 
+import images  # noqa: E402
 import reference  # noqa: E402
 import replay  # noqa: E402
 import sampling_masks  # noqa: E402
@@ -113,6 +114,7 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
         {"ddp": {"overlap_grad_reduce": True, "bucket_size": 10_000}} if "overlap" in OPTIONS else {}
     )
     megatron: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     if "recompute" in OPTIONS:
         megatron = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if "selective" in OPTIONS:
@@ -130,14 +132,18 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
         # Three layers split unevenly, which gives a stage without experts.
         megatron["num_layers_in_first_pipeline_stage"] = 1
     batch = tiny.pairs() if role == "reward_model" else tiny.batch()
+    if "vision_config" in tiny.HF[family]:
+        batch = images.add(batch)
+        settings |= {"path": images.processor_folder(), "freeze_vision_tower": False}
     if tiny.HF[family].get("num_nextn_predict_layers"):
         train["mtp_loss_coef"] = 0.3
     trainer = reference.Trainer(family, role, train.get("mtp_loss_coef", 0.0))
     weights = {name: tensor.clone() for name, tensor in trainer.tensors().items()}
-    weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
+    if tiny.HF[family]["tie_word_embeddings"]:
+        weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
 
     def build(budget: int = 26) -> Any:
-        overrides = {"train": {"max_tokens_per_gpu": budget, **train}, "model": {"megatron": megatron}}
+        overrides = {"train": {"max_tokens_per_gpu": budget, **train}, "model": {"megatron": megatron, **settings}}
         chosen = tiny.config(**layout, **sections, **overrides)
         layout_ranks = parallel_ranks.create_layout(chosen.parallel)
         model = MegatronModel(tiny.HF[family], chosen, layout_ranks, role, total_updates=3)  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import images
 import tiny
 import torch
 
@@ -24,7 +25,7 @@ def policy(model: Any, batch: TrainBatch, temperature: float = 1.0) -> tuple[tor
     logprobs, entropies = [], []
     for number, (start, stop) in enumerate(sequences(batch)):
         tokens = batch.tokens[start:stop]
-        logits = model(tokens[None]).logits[0, :-1] / temperature
+        logits = model(tokens[None], **images.hf_inputs(batch, number, tokens)).logits[0, :-1] / temperature
         if batch.sampling_mask is not None:
             logits = logits.masked_fill(~candidate_mask(batch.sampling_mask[number], logits.shape[1])[1:], -torch.inf)
         log_p = logits.log_softmax(-1)
@@ -112,7 +113,7 @@ class Trainer:
         if not grads:
             saved = self.model.state_dict()  # without buffers that no checkpoint has
             tree |= {name: buffer for name, buffer in self.model.named_buffers() if name in saved}
-        result = tiny.split_experts(tree)
+        result = tiny.published_names(self.model, tiny.split_experts(tree))
         if self.head is not None:
             result[HEAD] = self.head.grad if grads else self.head.detach()  # type: ignore[assignment]
         return result

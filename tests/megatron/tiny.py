@@ -128,6 +128,29 @@ HF["kimi_k2"] = HF["deepseek_v3"] | dict(
 HF["deepseek_v3_mtp"] = HF["deepseek_v3"] | dict(num_nextn_predict_layers=2)
 HF["glm4_moe_mtp"] = HF["glm4_moe"] | dict(num_nextn_predict_layers=1)
 
+VISION: dict[str, Any] = dict(
+    image_token_id=190,
+    video_token_id=191,
+    vision_start_token_id=192,
+    vision_end_token_id=193,
+    num_hidden_layers=3,
+    rope_theta=10000.0,
+    tie_word_embeddings=False,
+)
+TOWER: dict[str, Any] = dict(hidden_size=16, intermediate_size=24, num_heads=2, patch_size=4, out_hidden_size=32)
+HF["qwen2_5_vl"] = COMMON | VISION | dict(architectures=["Qwen2_5_VLForConditionalGeneration"], model_type="qwen2_5_vl")
+HF["qwen2_5_vl"] |= dict(
+    rope_scaling={"type": "mrope", "mrope_section": [1, 1, 2]},
+    vision_config=dict(TOWER, depth=2, window_size=16, fullatt_block_indexes=[1]),
+)
+HF["qwen3_vl_moe"] = HF["qwen3_moe"] | VISION | dict(architectures=["Qwen3VLMoeForConditionalGeneration"])
+HF["qwen3_vl_moe"] |= dict(
+    model_type="qwen3_vl_moe",
+    rope_scaling={"rope_type": "default", "mrope_interleaved": True, "mrope_section": [4, 2, 2]},
+    vision_config=dict(TOWER, depth=3, num_position_embeddings=16, deepstack_visual_indexes=[0, 1]),
+)
+VISION_KEYS = "vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"
+
 AUX_LOSSES = dict(moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.5, moe_z_loss_coeff=0.1)
 
 
@@ -136,7 +159,13 @@ def hf_model(family: str) -> Any:
     import transformers
 
     values = {name: value for name, value in HF[family].items() if name != "architectures"}
-    config = getattr(transformers, HF[family]["architectures"][0].replace("ForCausalLM", "Config"))(**values)
+    config_class = getattr(transformers, HF[family]["architectures"][0].partition("For")[0] + "Config")
+    if "vision_config" in values:
+        text = {key: value for key, value in values.items() if key not in VISION_KEYS and key != "model_type"}
+        outer = {key: values[key] for key in (*VISION_KEYS, "tie_word_embeddings")}
+        config = config_class(text_config=text, **outer)
+    else:
+        config = config_class(**values)
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     model = getattr(transformers, HF[family]["architectures"][0])(config).float().eval()
@@ -154,7 +183,17 @@ def hf_model(family: str) -> Any:
 
 def hf_tensors(model: Any) -> dict[str, torch.Tensor]:
     """Return the weights by their names in safetensors files, where each expert has its own tensors."""
-    return split_experts(model.state_dict())
+    return published_names(model, split_experts(model.state_dict()))
+
+
+def published_names(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Rename the tensors of Qwen2.5-VL as in published checkpoints."""
+    if type(model).__name__ != "Qwen2_5_VLForConditionalGeneration":
+        return tensors
+    prefixes = {"model.language_model.": "model.", "model.visual.": "visual."}
+    for old, new in prefixes.items():
+        tensors = {name.replace(old, new, 1): tensor for name, tensor in tensors.items()}
+    return tensors
 
 
 def split_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -245,7 +284,8 @@ def shard_batch(batch: TrainBatch) -> TrainBatch:
     supported = (
         None if batch.sampling_mask is None else torch.tensor([len(record.ids) for record in batch.sampling_mask])
     )
-    sharding = BatchSharding(batch.lengths, torch.tensor(num_routed), owner, local, all_ranks, supported)
+    images = None if batch.images is None else torch.tensor([len(packed) for packed in batch.images])
+    sharding = BatchSharding(batch.lengths, torch.tensor(num_routed), owner, local, all_ranks, supported, images)
     part = batch.select(local.tolist())
     return replace(part, group=batch.group, sequence_reward=batch.sequence_reward, sharding=sharding)
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
 
 from megarl.config import ConfigError
-from megarl.models import blocks
 from megarl.models.config_json import need
 from megarl.models.fp8 import BLOCK, is_quantised
 from megarl.models.layout_algebra import HFConfig, Param, layer_of
@@ -85,7 +85,10 @@ def list_layer_kinds(
         raise ConfigError(f"an engine that fuses the shared expert has one, the model {shared}")
     if experts % train.ep:
         raise ConfigError(f"parallel.ep={train.ep} does not divide the model's {experts} experts")
-    layers: list[tuple[int | None, list[Param]]] = [(None, blocks.embedding(hf)), (None, blocks.final_params(hf))]
+    layers: list[tuple[int | None, list[Param]]] = [
+        (None, family.before_decoder(hf)),
+        (None, family.after_decoder(hf)),
+    ]
     layers += [(layer, family.layer(hf, layer, range(min(1, experts)))) for layer in range(num_layers + extra)]
     kinds: dict[tuple[object, object], LayerKind] = {}
     for layer, params in layers:
@@ -149,7 +152,7 @@ def _cells(
     engine_slices = [engine.slices_of_shard(part, param) for part in range(engine.num_shards(slot.grid))]
     quantised = wire == "fp8" and is_quantised(param)
     for source, tensor in enumerate(param.hf):
-        shape = tensor.shape if len(tensor.shape) == 2 else (tensor.shape[0], 1)
+        shape = tensor.shape[0], prod(tensor.shape[1:])
         if quantised:
             _check_blocks(tensor.name, shape, chain(*engine_slices), source)
         for scale in (False, True) if quantised else (False,):

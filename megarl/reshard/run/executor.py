@@ -249,7 +249,7 @@ class Executor:
             if not piece.is_scale and name not in shards:
                 shards[name] = local[name]
             source = grids[name, piece.source] if piece.is_scale else shards[name]
-            box = (source if source.dim() == 2 else source[:, None])[r0:r1, c0:c1]
+            box = source.view(len(source), -1)[r0:r1, c0:c1]
             # Hash the intended data, not the buffer that goes on the wire.
             if dtype == FP8:
                 to_quantise.append((box, offset))
