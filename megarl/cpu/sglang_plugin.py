@@ -11,8 +11,7 @@ from typing import Any, cast
 
 import torch
 
-from megarl.cpu import sglang_speculative
-from megarl.engine import sglang_images
+from megarl.cpu import sglang_images, sglang_speculative
 from megarl.parallel.job_secret import SECRET_ENV, SealedPickle, seal_object_collectives
 from megarl.parallel.rendezvous import bind_store_addresses
 

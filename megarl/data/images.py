@@ -1,7 +1,7 @@
 """Read images as the trainer and the engine see them: one function computes the pixels of both.
 
 `ImageProcessor` applies preprocessor_config.json of the model folder with transformers' processor on PIL and numpy,
-which gives the same bits on every machine. The engine's plug-in calls it too (`engine/sglang_images.py`), so the engine
+which gives the same bits on every machine. The engine's plug-in calls it too (`cpu/sglang_images.py`), so the engine
 does not use its own processor.
 """
 
@@ -33,7 +33,7 @@ class ImageProcessor:
         self.merge = int(self._processor.merge_size)
         if merge and self.merge != merge:
             raise ConfigError(
-                f"{folder}/{PROCESSOR_FILE} has merge_size={self.merge}, but vision_config.spatial_merge_size is {merge}"
+                f"{folder}/{PROCESSOR_FILE} has merge_size={self.merge}, but vision_config.spatial_merge_size={merge}"
             )
         self._cached_pixels = lru_cache(_CACHED_IMAGES)(self._compute_pixels)
 

@@ -15,6 +15,7 @@ description of each. An order is pickled by the rank; each gets one JSON answer,
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import dataclasses
 import inspect
@@ -29,10 +30,12 @@ from typing import Any
 
 from megarl.config.plugins import format_error
 from megarl.config.strict import ConfigError
+from megarl.data.columns import content_text, is_image_part
 from megarl.environments.loading import TOOLS_KEY, LoadedEnvironment, load, with_schemas
 from megarl.environments.protocol import SessionLost
 from megarl.environments.tools import Tool
 from megarl.processes.messages import encode_frame, iter_orders, read_order
+from megarl.types import PLACEHOLDER
 from megarl.utils.text import find_media_type
 
 OUTPUT_LIMIT = 1 << 16
@@ -155,7 +158,9 @@ class _EnvironmentWorker:
                 value = target.call(name, arguments)
             else:
                 value = getattr(target, name)(**arguments)
-            return {"ok": True, "text": truncate_middle(dump_output(await _await_value(value)))}
+            value, images = split_images(await _await_value(value), f"the result of {name}")
+            answer = {"ok": True, "text": truncate_middle(dump_output(value))}
+            return answer | ({"images": images} if images else {})
         except SessionLost as error:
             return {**_describe_error(error), "lost": format_error(error, named=False)}
         except BaseException as error:  # noqa: B036
@@ -188,6 +193,19 @@ class _EnvironmentWorker:
 
 async def _await_value(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
+
+
+def split_images(value: Any, location: str) -> tuple[Any, list[str]]:
+    """Split message parts that a tool returned into text and images, as base64; other values have no images.
+
+    Raises ConfigError for an image that is neither a data URL nor a file.
+    """
+    parts = value if isinstance(value, list) else [value]
+    if not any(is_image_part(part) for part in parts):
+        return value, []
+    images: list[bytes] = []
+    text = content_text(parts, location, images).replace(PLACEHOLDER, "")
+    return text, [base64.b64encode(image).decode() for image in images]
 
 
 def dump_output(value: Any) -> str:

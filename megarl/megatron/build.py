@@ -39,7 +39,7 @@ from megarl.megatron.model_layers import (
 )
 from megarl.megatron.parameter_names import named_params
 from megarl.models import megatron_fields as fields
-from megarl.models import norm_counting
+from megarl.models import norm_counting, qwen_vl
 from megarl.models.family import Extras
 from megarl.models.layout_algebra import padded_vocab
 from megarl.models.pipeline_stages import stage_layers
@@ -136,7 +136,7 @@ def build_chunks(
     mtp_layers: number of multi-token prediction layers. trains: wrap the chunks in DistributedDataParallel, which
     allocates gradient buffers; otherwise their weights are frozen.
     """
-    vision.check(hf, family_of(hf).vision, config, role)
+    qwen_vl.check_training(hf, family_of(hf), config, role)
     settings = transformer_config(hf, config)
     settings.mtp_num_layers = mtp_layers or None
     if config.train.deterministic and device.has_cuda():

@@ -16,10 +16,9 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megarl.config import Config, ConfigError
+from megarl.config import Config
 from megarl.megatron.micro_batch import VisionBatch
 from megarl.models.family import VisionFamily
-from megarl.models.pipeline_stages import stage_layers
 from megarl.parallel import device
 
 ReadPixels = Callable[[bytes], torch.Tensor]
@@ -184,30 +183,3 @@ def restore_rope(tower: Any) -> None:
     rope.inv_freq, rope.original_inv_freq = (
         buffer.to(rope.inv_freq.device) for buffer in (exact.inv_freq, exact.original_inv_freq)
     )
-
-
-def check(hf: Mapping[str, Any], vision: VisionFamily | None, config: Config, role: str = "actor") -> None:
-    """Raise ConfigError if a model with a vision tower cannot be trained with this configuration."""
-    if vision is None:
-        return
-    name = hf["architectures"][0]
-    if role != "actor":
-        raise ConfigError(
-            f"{name} as a {role.replace('_', ' ')} is not implemented: transformers has no sequence classifier of it, in "
-            "which form these are saved; use an algorithm without one, such as grpo"
-        )
-    if config.model.megatron.get("apply_rope_fusion"):
-        raise ConfigError(
-            "model.megatron.apply_rope_fusion: Transformer Engine's kernel turns each token by its index in the "
-            f"sequence, but {name} has positions in rows and columns; remove it"
-        )
-    stacked = len(vision.config(hf).get("deepstack_visual_indexes") or ())
-    first = stage_layers(int(hf["num_hidden_layers"]), config.parallel.pp, config.model.megatron, config.parallel.vpp)[
-        0
-    ]
-    if len(first) // config.parallel.vpp < stacked:
-        raise ConfigError(
-            f"the first pipeline stage has {len(first) // config.parallel.vpp} decoder layers in its first part, but "
-            f"{name} adds features of images after the first {stacked}; lower parallel.pp or parallel.vpp, or set "
-            "model.megatron.num_layers_in_first_pipeline_stage"
-        )

@@ -17,10 +17,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from megarl.config import ConfigError
+from megarl.config import Config, ConfigError
 from megarl.config.strict import Range, check_value, short_repr
-from megarl.models import blocks, config_json, gqa
-from megarl.models.config_json import Heads, Layers, Size, need
+from megarl.models import blocks, gqa
+from megarl.models.config_json import Heads, Layers, Size, need, require
 from megarl.models.family import Family, StoredSlice, VisionFamily
 from megarl.models.layout_algebra import (
     PADDING,
@@ -31,10 +31,11 @@ from megarl.models.layout_algebra import (
     IndivisibleError,
     Param,
     Replicated,
-    ShardSpec,
     Sharding,
+    ShardSpec,
     Slice,
 )
+from megarl.models.pipeline_stages import stage_layers
 
 MROPE = "mrope_section", "mrope_interleaved"
 TOKENS = "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"
@@ -150,13 +151,13 @@ def mrope_section(hf: HFConfig) -> list[int]:
 
 
 def _check(hf: HFConfig, text: Family, is_interleaved: bool) -> None:
+    if hf.get("quantization_config"):
+        raise _error(hf, "quantization_config is not implemented with a vision tower; convert the model to bfloat16")
     text.check(text_config(hf))
     for key in TOKENS:
         check_value(
             need(hf, key), Annotated[int, Range(0, need(hf, "vocab_size") - 1)], f"config.json of {_name(hf)}: {key}"
         )
-    if hf.get("quantization_config"):
-        raise _error(hf, "quantization_config is not implemented with a vision tower; convert the model to bfloat16")
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     if bool(rope.get("mrope_interleaved")) != is_interleaved:
         value = "true" if is_interleaved else "false"
@@ -250,7 +251,7 @@ def _qwen2_5_tower(hf: HFConfig) -> list[Param]:
     vision = vision_config(hf)
     hidden, ffn, width = vision["hidden_size"], vision["intermediate_size"], "vision_config.intermediate_size"
     merged, padded = hidden * vision["spatial_merge_size"] ** 2, -(-ffn // 8) * 8  # SGLang pads the MLP's width
-    tower = _Tower(vision, "visual.")
+    tower = _Tower(vision, "model.visual.")
     tower.add("patch_embed.proj.weight", tower.patch_shape())
     for layer in range(vision["depth"]):
         block = f"blocks.{layer}"
@@ -293,6 +294,11 @@ def _qwen3_tower(hf: HFConfig) -> list[Param]:
 # --- the families
 
 
+TEXT_PREFIX = "model.language_model."
+_QWEN2_5_VISION = VisionFamily(_qwen2_5_tower, vision_config, is_interleaved=False, text_prefix=TEXT_PREFIX)
+_QWEN3_VISION = VisionFamily(_qwen3_tower, vision_config, is_interleaved=True, text_prefix=TEXT_PREFIX)
+
+
 def _gpt_kwargs(hf: HFConfig) -> dict[str, Any]:
     return blocks.gpt_kwargs(text_config(hf)) | dict(position_embedding_type="mrope")
 
@@ -306,11 +312,16 @@ def _qwen2_5_config(hf: HFConfig) -> dict[str, Any]:
     return gqa.QWEN2.megatron_config(text_config(hf)) | dict(mrope_section=mrope_section(hf))
 
 
+def _qwen2_5_layer(hf: HFConfig, layer: int, experts: Iterable[int]) -> list[Param]:
+    return _QWEN2_5_VISION.rename(gqa.QWEN2.layer(text_config(hf), layer, experts))
+
+
 def _qwen2_5_stored(hf: HFConfig, name: str) -> StoredSlice | None:
-    """Map published names to those of transformers' modules, in which some tools save."""
-    if name.startswith("visual."):
-        return StoredSlice(f"model.{name}")
-    return StoredSlice(f"model.language_model.{name.removeprefix('model.')}") if name.startswith("model.") else None
+    """Map the names of transformers' modules, which PEFT uses, to those of published checkpoints."""
+    for prefix, stored in (("model.visual.", "visual."), (TEXT_PREFIX, "model.")):
+        if name.startswith(prefix):
+            return StoredSlice(stored + name.removeprefix(prefix))
+    return None
 
 
 QWEN2_5_VL = Family(
@@ -319,18 +330,17 @@ QWEN2_5_VL = Family(
     _qwen2_5_check,
     _qwen2_5_config,
     _gpt_kwargs,
-    lambda hf, layer, experts: gqa.QWEN2.layer(text_config(hf), layer, experts),
+    _qwen2_5_layer,
     lambda hf: 0,
     tool_call_parser="qwen25",
     stored_slice=_qwen2_5_stored,
-    vision=VisionFamily(_qwen2_5_tower, vision_config, is_interleaved=False),
+    vision=_QWEN2_5_VISION,
 )
-
-_QWEN3_VISION = VisionFamily(_qwen3_tower, vision_config, is_interleaved=True, text_prefix="model.language_model.")
 
 
 def _qwen3_check(hf: HFConfig) -> None:
     _check(hf, gqa.QWEN3_MOE, is_interleaved=True)
+    require(hf, "norm_topk_prob", True)  # transformers does not read it
 
 
 def _qwen3_config(hf: HFConfig) -> dict[str, Any]:
@@ -366,3 +376,30 @@ QWEN3_VL_MOE = Family(
     stored_slice=_qwen3_stored,
     vision=_QWEN3_VISION,
 )
+
+
+def check_training(hf: HFConfig, family: Family, config: Config, role: str = "actor") -> None:
+    """Raise ConfigError if a model with a vision tower cannot be trained with this configuration."""
+    if (vision := family.vision) is None:
+        return
+    name = hf["architectures"][0]
+    if role != "actor":
+        raise ConfigError(
+            f"{name} as a {role.replace('_', ' ')} is not implemented: transformers has no sequence classifier of it, "
+            "in which form these are saved; use an algorithm without one, such as grpo"
+        )
+    if config.model.megatron.get("apply_rope_fusion"):
+        raise ConfigError(
+            "model.megatron.apply_rope_fusion: Transformer Engine's kernel turns each token by its index in the "
+            f"sequence, but {name} has positions in rows and columns; remove it"
+        )
+    stacked = len(vision.config(hf).get("deepstack_visual_indexes") or ())
+    first = stage_layers(int(hf["num_hidden_layers"]), config.parallel.pp, config.model.megatron, config.parallel.vpp)[
+        0
+    ]
+    if len(first) // config.parallel.vpp < stacked:
+        raise ConfigError(
+            f"the first pipeline stage has {len(first) // config.parallel.vpp} decoder layers in its first part, but "
+            f"{name} adds features of images after the first {stacked}; lower parallel.pp or parallel.vpp, or set "
+            "model.megatron.num_layers_in_first_pipeline_stage"
+        )

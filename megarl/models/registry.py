@@ -16,6 +16,8 @@ _MOE = (gqa.QWEN3_MOE, deepseek.V2, deepseek.V3, gqa.GLM4_MOE)
 _VISION = (qwen_vl.QWEN2_5_VL, qwen_vl.QWEN3_VL_MOE)
 FAMILIES: dict[str, Family] = {family.architecture: family for family in _DENSE + _MOE + _VISION}
 
+VISION_FAMILIES = {family.architecture: family.vision for family in _VISION if family.vision is not None}
+
 ENTRY_POINT_GROUP = "megarl.families"  # of families of other packages, each named by its architecture
 PARTS = ("embedding", "vision tower", "attention", "dense mlp", "experts", "router", "norms", "head")
 

@@ -13,6 +13,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+PLACEHOLDER = "<image>"
+"""Stands for an image in the text of a message whose prompt or tool result has images, as in verl's data sets."""
+
 
 class Grid(NamedTuple):
     """Patches of an image: times (1), rows and columns."""
@@ -28,8 +31,8 @@ class Image:
 
     data: bytes
     """The encoded file, such as PNG or JPEG."""
-    grid: Grid
-    num_tokens: int
+    grid: Grid = Grid(0, 0, 0)  # zeros until a processor has read it
+    num_tokens: int = 0
     """Number of consecutive image tokens in the sequence."""
     start: int = 0
     """Index of the first of them in the turn, or in the sequence."""

@@ -113,7 +113,7 @@ class Trainer:
         if not grads:
             saved = self.model.state_dict()  # without buffers that no checkpoint has
             tree |= {name: buffer for name, buffer in self.model.named_buffers() if name in saved}
-        result = tiny.published_names(self.model, tiny.split_experts(tree))
+        result = tiny.split_experts(tree)
         if self.head is not None:
             result[HEAD] = self.head.grad if grads else self.head.detach()  # type: ignore[assignment]
         return result

@@ -183,17 +183,7 @@ def hf_model(family: str) -> Any:
 
 def hf_tensors(model: Any) -> dict[str, torch.Tensor]:
     """Return the weights by their names in safetensors files, where each expert has its own tensors."""
-    return published_names(model, split_experts(model.state_dict()))
-
-
-def published_names(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Rename the tensors of Qwen2.5-VL as in published checkpoints."""
-    if type(model).__name__ != "Qwen2_5_VLForConditionalGeneration":
-        return tensors
-    prefixes = {"model.language_model.": "model.", "model.visual.": "visual."}
-    for old, new in prefixes.items():
-        tensors = {name.replace(old, new, 1): tensor for name, tensor in tensors.items()}
-    return tensors
+    return split_experts(model.state_dict())
 
 
 def split_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

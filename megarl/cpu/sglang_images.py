@@ -41,10 +41,10 @@ def install() -> None:
             return
         process = self.process_mm_data_async
 
-        async def process_images(image_data: Any, input_text: Any, *rest: Any, **options: Any) -> Any:
+        async def process_images(image_data: Any, input_text: Any, **options: Any) -> Any:
             request = image_data[0] if image_data else None
             if not isinstance(request, dict) or request.get("format") != FORMAT:
-                return await process(image_data=image_data, input_text=input_text, *rest, **options)
+                return await process(image_data=image_data, input_text=input_text, **options)
             return await asyncio.to_thread(make_inputs, self, server_args.model_path, request, input_text)
 
         self.process_mm_data_async = process_images
