@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shutil
 import sys
 import tempfile
 import urllib.request
@@ -128,20 +129,27 @@ def engine_gap(family: str, layout: str) -> dict[str, float]:
     """Return the largest difference between SGLang's and transformers' log-probs of the tokens that the layouts are
     checked on."""
     sys.path.insert(0, str(ROOT / "tests/helpers"))
+    import images
     import reference
     import tiny
     import tiny_models
     import torch
 
     from megarl.config import from_dict
+    from megarl.cpu.sglang_images import request_images
     from megarl.engine.sglang_engine import Engine
+    from megarl.types import unpack_images
 
     batch, model = tiny.batch(), tiny.hf_model(family)
+    if "vision_config" in tiny.HF[family]:
+        batch = images.add(batch)
     sizes = {name: int(size) for name, size in (part.split("=") for part in layout.split(","))}
     with torch.no_grad():
         truth, _ = reference.policy(model, batch)
     with tempfile.TemporaryDirectory() as folder:
         path = str(tiny_models.save(model, Path(folder) / "model"))
+        if batch.images is not None:
+            shutil.copy(Path(images.processor_folder()) / "preprocessor_config.json", path)
         rollout = {"max_context": 64, "max_new_tokens": 8, "concurrency": 8, **sizes}
         settings = {"run": {"dir": folder}, "model": {"path": path, "dtype": "float32"}, "rollout": rollout}
         engine = Engine(from_dict(settings), threads=1)
@@ -149,9 +157,11 @@ def engine_gap(family: str, layout: str) -> dict[str, float]:
         try:
             engine.wait_ready()
             gaps = [0.0]
-            for start, stop in reference.sequences(batch):
+            for number, (start, stop) in enumerate(reference.sequences(batch)):
                 tokens = batch.tokens[start:stop].tolist()
                 body = {"input_ids": tokens, "sampling_params": {"max_new_tokens": 1}, "return_logprob": True}
+                if batch.images is not None and (inputs := unpack_images(batch.images[number])):
+                    body["image_data"] = request_images(inputs, None)
                 request = urllib.request.Request(
                     engine.url + "/generate",
                     json.dumps({**body, "logprob_start_len": 0}).encode(),
