@@ -52,11 +52,11 @@ class ItemReader:
                     raise ConfigError(
                         f"{path}: the id {prompt.id!r} is already used by a row of {other_path}; rename that file"
                     )
-            by_agent = (p for p in prompts if p.images and self.chat.catalog.is_run_by_agent(p))
-            if (prompt := next(by_agent, None)) is not None:
+            by_agent = [p.id for p in prompts if p.images and self.chat.catalog.is_run_by_agent(p)]
+            if by_agent:
                 raise ConfigError(
-                    f"{path}, {prompt.id}: there are images, but an agent runs this prompt, and the server that agents "
-                    "query takes text alone; use tools or an environment"
+                    f"{path}, {by_agent[0]}: there are images, but an agent runs this prompt, and the server that "
+                    "agents query takes text alone; use tools or an environment"
                 )
             fitting, dropped = render_prompts(prompts, self.chat.encode_prompt, longest)
             fitting = [

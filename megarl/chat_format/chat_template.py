@@ -85,7 +85,8 @@ class ImageFormat:
             if tokenizer.encode(text, add_special_tokens=False) != [token]:
                 raise ConfigError(f"model.path: config.json has {name}={token}, which is no token of its own: {text!r}")
         processor = ImageProcessor.load(folder, int(vision.config(hf)["spatial_merge_size"]))
-        return cls(*texts, ids[1], processor)
+        start, pad, end = texts
+        return cls(start, pad, end, ids[1], processor)
 
     def insert(self, text: str, images: Sequence[Image], subject: str) -> str:
         """Replace each `PLACEHOLDER` of a rendered text by the tokens of an image. Raises ConfigError."""
@@ -216,7 +217,12 @@ class ChatTemplate:
         text = self._apply_template(prompt.messages, tool_schemas, generate=True)
         if not prompt.images:
             return self.encode(text)
-        images, subject = self.image_format, f"prompt {prompt.id}"
+        if self.images is None:
+            raise ConfigError(
+                f"prompt {prompt.id} has images, but the model of model.path has no vision tower; drop the row, or use "
+                "another model"
+            )
+        images, subject = self.images, f"prompt {prompt.id}"
         ids = self.encode(images.insert(text, prompt.images, subject))
         images.place(ids, prompt.images, subject)  # raises
         return ids

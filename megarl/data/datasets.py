@@ -36,6 +36,7 @@ from megarl.data.columns import (
 from megarl.data.loader import NESTED_COLUMNS, read_key
 from megarl.data.table import LazySequence, Table, read_rows
 from megarl.types import Image, Message, Prompt, Rollout, Turn, as_token_ids
+from megarl.types.arrays import no_ids
 from megarl.types.requirements import ItemKind
 
 Item = TypeVar("Item")
@@ -145,7 +146,7 @@ def _parse_prompt(
     nested = [rest.pop(column) for column in NESTED_COLUMNS if isinstance(rest.get(column), dict)]
     extra = functools.reduce(operator.or_, nested, rest)
     files = tuple(map(Image, images))
-    return Prompt(identity, messages, (), source, ground_truth, tools, extra, files)
+    return Prompt(identity, messages, no_ids(), source, ground_truth, tools, extra, files)
 
 
 def _pop_column(row: dict[str, Any], original: dict[str, Any], key: str, location: str, option: str) -> Any:

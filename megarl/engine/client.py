@@ -78,6 +78,7 @@ class Client:
         params: dict[str, Any],
         routed: int = 0,
         on_tokens: TokenCallback | None = None,
+        *,
         images: Sequence[Image] = (),
     ) -> Generation:
         """Continue `ids` by at most `params["max_new_tokens"]` tokens, which `on_tokens` gets as they arrive.

@@ -63,6 +63,7 @@ class Policy(Protocol):
         params: dict[str, Any],
         routed: int = 0,
         on_tokens: TokenCallback | None = None,
+        *,
         images: Sequence[Image] = (),
     ) -> Generation:
         """Continue `ids` under SGLang's sampling `params`.

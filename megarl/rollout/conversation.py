@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megarl.chat_format.chat_messages import format_call, format_call_id
@@ -300,11 +299,12 @@ def _add_placeholders(messages: Sequence[Message], counts: Sequence[int]) -> lis
     """Write a placeholder for each image before the text of its tool result. counts: images of the leading results."""
     if not any(counts):
         return list(messages)
-    pairs = zip_longest(messages, counts, fillvalue=0)
-    texts = (str(message["content"]).replace(PLACEHOLDER, "<image >") for message in messages)  # of the tool's own
-    return [
-        {**message, "content": PLACEHOLDER * count + text} for (message, count), text in zip(pairs, texts, strict=True)
-    ]
+    result = []
+    for number, message in enumerate(messages):
+        text = str(message["content"]).replace(PLACEHOLDER, "<image >")  # the tool's own words
+        count = counts[number] if number < len(counts) else 0
+        result.append({**message, "content": PLACEHOLDER * count + text})
+    return result
 
 
 def build_sampling_params(config: RolloutConfig, chat: ChatTemplate, greedy: bool, seed: int) -> dict[str, Any]:

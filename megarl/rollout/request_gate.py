@@ -131,6 +131,7 @@ class RequestSlot:
         params: dict[str, Any],
         routed: int = 0,
         on_tokens: TokenCallback | None = None,
+        *,
         images: Sequence[Image] = (),
     ) -> Generation:
         self._num_requests += 1

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL and Qwen3-VL-MoE: the table against transformers' folders, config.json, and SGLang's shards of the tower."""
+"""Qwen2.5-VL and Qwen3-VL-MoE: the table against transformers' folders, config.json, SGLang's shards of the tower."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megarl.config import ConfigError, from_dict
 from megarl.models import qwen_vl
 from megarl.models.config_json import DEFAULTS
 from megarl.models.family import StoredSlice
-from megarl.models.hf_folder import save_hf, open_hf
+from megarl.models.hf_folder import open_hf, save_hf
 from megarl.models.layout_algebra import PADDING
 from megarl.models.registry import VISION_FAMILIES, family_of, load_hf_config
 
@@ -154,7 +154,10 @@ def changes(family: str) -> list[tuple[dict[str, Any], str]]:
         ({"rope_scaling": rope | {"mrope_section": [1, 1, 1]}}, "must be three numbers with the sum"),
         ({"rope_scaling": rope | {"mrope_interleaved": family == "qwen2_5_vl"}}, "mrope_interleaved must be"),
         ({"rope_scaling": rope | {"rope_type": "yarn", "type": "yarn"}}, "rope_type='yarn' is not implemented"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is not implemented with a vision tower"),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            "quantization_config is not implemented with a vision tower",
+        ),
     ]
     if family == "qwen3_vl_moe":
         cases += [
