@@ -26,6 +26,7 @@ from megarl.models.layout_algebra import (
     PADDING,
     TOWER,
     EngineSlot,
+    EngineVocabSharding,
     HFConfig,
     HFTensor,
     IndivisibleError,
@@ -275,7 +276,7 @@ def _qwen3_tower(hf: HFConfig) -> list[Param]:
     tower = _Tower(vision, "model.visual.")
     tower.add("patch_embed.proj.weight", tower.patch_shape())
     tower.add("patch_embed.proj.bias", (hidden,))
-    tower.add("pos_embed.weight", (vision["num_position_embeddings"], hidden))
+    tower.add("pos_embed.weight", (vision["num_position_embeddings"], hidden), EngineVocabSharding())
     for layer in range(vision["depth"]):
         block = f"blocks.{layer}"
         tower.norm(f"{block}.norm1", hidden, bias=True)
@@ -392,6 +393,11 @@ def check_training(hf: HFConfig, family: Family, config: Config, role: str = "ac
         raise ConfigError(
             "model.megatron.apply_rope_fusion: Transformer Engine's kernel turns each token by its index in the "
             f"sequence, but {name} has positions in rows and columns; remove it"
+        )
+    if config.lora.rank and not config.model.freeze_vision_tower:
+        raise ConfigError(
+            "model.freeze_vision_tower=false trains all of the tower, lora.rank adapters of the language model alone; "
+            "set freeze_vision_tower to true, or lora.rank to 0"
         )
     stacked = len(vision.config(hf).get("deepstack_visual_indexes") or ())
     first = stage_layers(int(hf["num_hidden_layers"]), config.parallel.pp, config.model.megatron, config.parallel.vpp)[

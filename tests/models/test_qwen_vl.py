@@ -202,6 +202,9 @@ def test_refuses_other_roles_and_layouts() -> None:
             qwen_vl.check_training(hf, family, config, role)
     with pytest.raises(ConfigError, match="the first pipeline stage has 1 decoder layers .* after the first 2"):
         qwen_vl.check_training(hf, family, tiny.config(pp=3, world=3))
+    adapters = from_dict({"lora": {"rank": 2}, "model": {"freeze_vision_tower": False}})
+    with pytest.raises(ConfigError, match="model.freeze_vision_tower=false trains all of the tower, lora.rank"):
+        qwen_vl.check_training(hf, family, adapters)
     fused = from_dict({"model": {"megatron": {"apply_rope_fusion": True}}})
     with pytest.raises(ConfigError, match="model.megatron.apply_rope_fusion"):
         qwen_vl.check_training(hf, family, fused)
