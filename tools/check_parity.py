@@ -142,14 +142,15 @@ def engine_gap(family: str, layout: str) -> dict[str, float]:
 
     batch, model = tiny.batch(), tiny.hf_model(family)
     if "vision_config" in tiny.HF[family]:
-        batch = images.add(batch)
+        patch = tiny.HF[family]["vision_config"]["patch_size"]
+        batch = images.add(batch, patch)
     sizes = {name: int(size) for name, size in (part.split("=") for part in layout.split(","))}
     with torch.no_grad():
         truth, _ = reference.policy(model, batch)
     with tempfile.TemporaryDirectory() as folder:
         path = str(tiny_models.save(model, Path(folder) / "model"))
         if batch.images is not None:
-            shutil.copy(Path(images.processor_folder()) / "preprocessor_config.json", path)
+            shutil.copy(Path(images.processor_folder(patch)) / "preprocessor_config.json", path)
         rollout = {"max_context": 64, "max_new_tokens": 8, "concurrency": 8, **sizes}
         settings = {"run": {"dir": folder}, "model": {"path": path, "dtype": "float32"}, "rollout": rollout}
         engine = Engine(from_dict(settings), threads=1)

@@ -30,7 +30,7 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 WORDS = """0 1 2 3 4 5 6 7 8 9 how many squares ? system user assistant unknown a the red blue green and or is are of in
 to it that there this one two three four five none all more less next""".split()
-FIELDS, FIELD = 4, 8  # fields along a side, and pixels along a field
+FIELDS, FIELD = 4, 14  # fields along a side, and pixels along a field, which is a patch
 MOST = 4
 TEMPLATE = """\
 {%- for message in messages -%}
@@ -48,7 +48,7 @@ def picture(fields: list[int], draw: random.Random) -> bytes:
         row, column = divmod(field, FIELDS)
         colour = (draw.randint(0, 128), draw.randint(0, 128), draw.randint(0, 128))
         left, top = column * FIELD, row * FIELD
-        image.paste(colour, (left + 1, top + 1, left + FIELD - 1, top + FIELD - 1))
+        image.paste(colour, (left + 2, top + 2, left + FIELD - 2, top + FIELD - 2))
     file = io.BytesIO()
     image.save(file, "PNG")
     return file.getvalue()
@@ -117,14 +117,14 @@ def make_model(family: str, tokenizer: Any) -> Any:
         "hidden_size": 32,
         "num_heads": 2,
         "intermediate_size": 64,
-        "patch_size": 4,
+        "patch_size": FIELD,
         "out_hidden_size": 64,
         "initializer_range": 0.1,
     }
     shared: dict[str, Any] = {"tie_word_embeddings": False, "dtype": "float32", **tokens}
     if family == "qwen2_5_vl":
         text["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
-        tower |= {"window_size": 16, "fullatt_block_indexes": [1]}
+        tower |= {"window_size": 56, "fullatt_block_indexes": [1]}
         config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=tower, **shared)
         return transformers.Qwen2_5_VLForConditionalGeneration(config)
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
@@ -150,7 +150,7 @@ def write_model(folder: Path, family: str, seed: int) -> int:
         transpose_experts(folder / "model.safetensors")
     tokenizer.save_pretrained(folder)
     area = (FIELDS * FIELD) ** 2
-    Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 64, "longest_edge": area}).save_pretrained(folder)
+    Qwen2VLImageProcessorPil(patch_size=FIELD, size={"shortest_edge": 64, "longest_edge": area}).save_pretrained(folder)
     generation = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     return int(model.num_parameters())

@@ -146,9 +146,27 @@ def _patch_models() -> None:
     ALLOC_MEMORY_FUNCS["cpu"] = allocate
 
 
+_QWEN3_5_KERNELS = (
+    "fused_sigmoid_mul_cpu",
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+    "fused_qkvzba_split_reshape_cat_cpu",
+    "fused_input_proj_cpu",
+)
+"""Operators that SGLang's file of Qwen3.5 looks up when its processor of images, which names the model, is imported."""
+
+
 def _patch_image_processor() -> None:
     """Load a tokenizer and an image processor without torchvision, which the processor of videos would need."""
     from sglang.srt.utils.hf_transformers import processor
+
+    def missing(*_: Any, **__: Any) -> None:
+        raise NotImplementedError("a kernel of Qwen3.5 has no stand-in on a CPU without AMX")
+
+    for name in _QWEN3_5_KERNELS:
+        if not hasattr(torch.ops.sgl_kernel, name):
+            setattr(torch.ops.sgl_kernel, name, missing)
 
     class Processor:
         def __init__(self, folder: str, options: dict[str, Any]) -> None:

@@ -36,7 +36,8 @@ from megarl.engine.client import Client
 from megarl.engine.engine_host import HOST_VARIABLE, HostedServer, HostProcess
 from megarl.engine.engine_protocol import EngineError, EngineLost
 from megarl.engine.tool_calls import parser_name
-from megarl.models.registry import load_hf_config
+from megarl.models import qwen_vl
+from megarl.models.registry import family_of, load_hf_config
 from megarl.parallel import device, job_secret
 from megarl.parallel.placement import engine_ranks
 from megarl.reshard.plan import engine_settings
@@ -213,7 +214,8 @@ class Engine:
 
     def _launch(self) -> None:
         rollout = self.config.rollout
-        self.tool_call_parser = parser_name(rollout.tool_call_parser, load_hf_config(self.config.model.path))
+        hf = load_hf_config(self.config.model.path)
+        self.tool_call_parser = parser_name(rollout.tool_call_parser, hf)
         self._log_offset = self.log.stat().st_size  # earlier attempts have written to the same log
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -239,6 +241,7 @@ class Engine:
             **({"dist_init_addr": self.dist_init_addr} if self.dist_init_addr else {}),
             **server_args.speculative_args(rollout.num_speculative_tokens),
             **server_args.sampling_args(rollout),
+            **(qwen_vl.ENGINE_SETTINGS if family_of(hf).vision is not None else {}),
             **self._platform.server_args(self.config, self.first_device),
             **rollout.sglang,
         }

@@ -38,6 +38,8 @@ from megarl.models.layout_algebra import (
 )
 from megarl.models.pipeline_stages import stage_layers
 
+ENGINE_SETTINGS = {"enable_precise_embedding_interpolation": True}
+"""SGLang's settings with which Qwen3-VL's tower scales its position embeddings to an image as transformers does."""
 MROPE = "mrope_section", "mrope_interleaved"
 TOKENS = "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"
 
@@ -102,6 +104,8 @@ def vision_config(hf: HFConfig) -> dict[str, Any]:
             check_value(value, _VISION_FIELDS[key], f"config.json of {_name(hf)}: vision_config.{key}")
     values = {key: given.get(key, default) for key, default in defaults.items()}
     fixed = {"in_channels": 3, "temporal_patch_size": 2, "hidden_act": defaults["hidden_act"]}
+    if hf["model_type"] == "qwen2_5_vl":
+        fixed["patch_size"] = 14  # SGLang takes patches of another size for finished features
     for key, value in fixed.items():
         if values[key] != value:
             raise _error(hf, f"vision_config.{key}={short_repr(values[key])} is not implemented (implemented: {value})")
@@ -394,6 +398,12 @@ def check_training(hf: HFConfig, family: Family, config: Config, role: str = "ac
             "model.megatron.apply_rope_fusion: Transformer Engine's kernel turns each token by its index in the "
             f"sequence, but {name} has positions in rows and columns; remove it"
         )
+    for key, value in ENGINE_SETTINGS.items():
+        if config.rollout.sglang.get(key, value) != value:
+            raise ConfigError(
+                f"rollout.sglang.{key}={config.rollout.sglang[key]}: the engine would place patches elsewhere than the "
+                "trainer; remove it"
+            )
     if config.lora.rank and not config.model.freeze_vision_tower:
         raise ConfigError(
             "model.freeze_vision_tower=false trains all of the tower, lora.rank adapters of the language model alone; "

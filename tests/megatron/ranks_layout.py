@@ -133,8 +133,9 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
         megatron["num_layers_in_first_pipeline_stage"] = 1
     batch = tiny.pairs() if role == "reward_model" else tiny.batch()
     if "vision_config" in tiny.HF[family]:
-        batch = images.add(batch)
-        settings |= {"path": images.processor_folder(), "freeze_vision_tower": False}
+        patch = tiny.HF[family]["vision_config"]["patch_size"]
+        batch = images.add(batch, patch)
+        settings |= {"path": images.processor_folder(patch), "freeze_vision_tower": False}
     if tiny.HF[family].get("num_nextn_predict_layers"):
         train["mtp_loss_coef"] = 0.3
     trainer = reference.Trainer(family, role, train.get("mtp_loss_coef", 0.0))

@@ -141,7 +141,7 @@ TOWER: dict[str, Any] = dict(hidden_size=16, intermediate_size=24, num_heads=2, 
 HF["qwen2_5_vl"] = COMMON | VISION | dict(architectures=["Qwen2_5_VLForConditionalGeneration"], model_type="qwen2_5_vl")
 HF["qwen2_5_vl"] |= dict(
     rope_scaling={"type": "mrope", "mrope_section": [1, 1, 2]},
-    vision_config=dict(TOWER, depth=2, window_size=16, fullatt_block_indexes=[1]),
+    vision_config=dict(TOWER, depth=2, patch_size=14, window_size=56, fullatt_block_indexes=[1]),
 )
 HF["qwen3_vl_moe"] = HF["qwen3_moe"] | VISION | dict(architectures=["Qwen3VLMoeForConditionalGeneration"])
 HF["qwen3_vl_moe"] |= dict(

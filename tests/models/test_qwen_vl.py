@@ -169,6 +169,7 @@ def changes(family: str) -> list[tuple[dict[str, Any], str]]:
         ]
     else:
         cases.append((tower(fullatt_block_indexes=[2]), "names no layer of 2"))
+        cases.append((tower(patch_size=16), r"vision_config.patch_size=16 is not implemented \(implemented: 14\)"))
     return cases
 
 
@@ -186,7 +187,7 @@ def test_refuses_what_is_not_implemented(family: str, change: dict[str, Any], me
 def test_shape_keys_of_the_tower_change_the_table(family: str) -> None:
     hf = tiny.HF[family]
     table = family_of(hf).params(hf, 1)
-    larger = {"depth": 4, "intermediate_size": 32, "patch_size": 8, "spatial_merge_size": 1, "num_heads": 4}
+    larger = {"depth": 4, "intermediate_size": 32, "spatial_merge_size": 1, "num_heads": 4}
     larger |= {"hidden_size": 32, "num_position_embeddings": 25, "deepstack_visual_indexes": [0]}
     for key in larger.keys() & (hf["vision_config"].keys() | {"spatial_merge_size"}):
         changed = hf | {"vision_config": hf["vision_config"] | {key: larger[key]}}
@@ -205,6 +206,9 @@ def test_refuses_other_roles_and_layouts() -> None:
     adapters = from_dict({"lora": {"rank": 2}, "model": {"freeze_vision_tower": False}})
     with pytest.raises(ConfigError, match="model.freeze_vision_tower=false trains all of the tower, lora.rank"):
         qwen_vl.check_training(hf, family, adapters)
+    imprecise = from_dict({"rollout": {"sglang": {"enable_precise_embedding_interpolation": False}}})
+    with pytest.raises(ConfigError, match="the engine would place patches elsewhere than the trainer; remove it"):
+        qwen_vl.check_training(hf, family, imprecise)
     fused = from_dict({"model": {"megatron": {"apply_rope_fusion": True}}})
     with pytest.raises(ConfigError, match="model.megatron.apply_rope_fusion"):
         qwen_vl.check_training(hf, family, fused)
