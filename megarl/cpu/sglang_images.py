@@ -19,14 +19,15 @@ import torch
 from megarl.data.images import ImageProcessor
 from megarl.types import Ids, Image, mrope_positions
 
-FORMAT = "megarl"
+SCHEME = "megarl"
+"""Begins the text that stands for an image in a request. SGLang's server takes texts and objects of its own only."""
 _PROCESSOR = "QwenVLImageProcessor"
 
 
-def request_images(images: Sequence[Image], version: int | None) -> list[dict[str, Any]]:
+def request_images(images: Sequence[Image], version: int | None) -> list[str]:
     """Return `image_data` of a request. version: of the weights, by which the engine may cache features."""
-    rows = [{"data": pybase64.b64encode_as_string(image.data), "start": image.start} for image in images]
-    return [{"format": FORMAT, "images": rows, "version": -1 if version is None else version}]
+    head = f"{SCHEME}:{-1 if version is None else version}"
+    return [f"{head}:{image.start}:{pybase64.b64encode_as_string(image.data)}" for image in images]
 
 
 def install() -> None:
@@ -42,25 +43,29 @@ def install() -> None:
         process = self.process_mm_data_async
 
         async def process_images(image_data: Any, input_text: Any, **options: Any) -> Any:
-            request = image_data[0] if image_data else None
-            if not isinstance(request, dict) or request.get("format") != FORMAT:
+            first = image_data[0] if image_data else None
+            if not isinstance(first, str) or not first.startswith(f"{SCHEME}:"):
                 return await process(image_data=image_data, input_text=input_text, **options)
-            return await asyncio.to_thread(make_inputs, self, server_args.model_path, request, input_text)
+            return await asyncio.to_thread(make_inputs, self, server_args.model_path, image_data, input_text)
 
         self.process_mm_data_async = process_images
 
     BaseMultimodalProcessor.__init__ = wrapped
 
 
-def make_inputs(processor: Any, folder: str, request: dict[str, Any], ids: Sequence[int] | Ids) -> Any:
-    """Return SGLang's MultimodalProcessorOutput of a request. Raises ValueError, which becomes status 400."""
+def make_inputs(processor: Any, folder: str, image_data: Sequence[str], ids: Sequence[int] | Ids) -> Any:
+    """Return SGLang's MultimodalProcessorOutput of a request with the result of `request_images`.
+
+    Raises ValueError, which becomes status 400.
+    """
     from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalProcessorOutput
 
     reader, ids = ImageProcessor.load(folder), list(ids)
     images, items = [], []
-    for row in request["images"]:
-        data = pybase64.b64decode(row["data"], validate=True)
-        image = replace(reader.read(data), start=int(row["start"]))
+    for text in image_data:
+        _, version, start, encoded = text.split(":")
+        data = pybase64.b64decode(encoded, validate=True)
+        image = replace(reader.read(data), start=int(start))
         if set(ids[image.start : image.stop]) != {processor.IM_TOKEN_ID} or image.stop > len(ids):
             raise ValueError(f"tokens {image.start} to {image.stop} are not those of an image: {image!r}")
         grid = torch.tensor([image.grid])
@@ -70,7 +75,7 @@ def make_inputs(processor: Any, folder: str, request: dict[str, Any], ids: Seque
             offsets=[(image.start, image.stop - 1)],
             model_specific_data={"image_grid_thw": grid},
         )
-        digest = hashlib.sha256(f"{request['version']} {folder} ".encode() + data).digest()
+        digest = hashlib.sha256(f"{version} {folder} ".encode() + data).digest()
         item.set_hash(int.from_bytes(digest[:8], "big"))
         images.append(image)
         items.append(item)
