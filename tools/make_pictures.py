@@ -129,8 +129,8 @@ def make_model(family: str, tokenizer: Any) -> Any:
         return transformers.Qwen2_5_VLForConditionalGeneration(config)
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
     text |= {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
-    text |= {"rope_parameters": rope, "tie_word_embeddings": False}
-    tower |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
+    text |= {"rope_parameters": rope, "tie_word_embeddings": False, "num_hidden_layers": 4}
+    tower |= {"depth": 3, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1, 2]}
     config = transformers.Qwen3VLMoeConfig(text_config=text, vision_config=tower, **shared)
     return transformers.Qwen3VLMoeForConditionalGeneration(config)
 

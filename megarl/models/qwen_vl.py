@@ -128,6 +128,12 @@ def vision_config(hf: HFConfig) -> dict[str, Any]:
         raise _error(
             hf, f"vision_config.deepstack_visual_indexes={short_repr(stacked)} must ascend, one decoder layer each"
         )
+    if "deepstack_visual_indexes" in defaults and len(stacked) != 3:
+        raise _error(
+            hf,
+            f"vision_config.deepstack_visual_indexes={short_repr(stacked)}: SGLang adds features after three decoder "
+            "layers, whatever their number",
+        )
     side = round(values.get("num_position_embeddings", 1) ** 0.5)
     if side * side != values.get("num_position_embeddings", 1):
         raise _error(hf, "vision_config.num_position_embeddings must be a square")

@@ -147,7 +147,8 @@ HF["qwen3_vl_moe"] = HF["qwen3_moe"] | VISION | dict(architectures=["Qwen3VLMoeF
 HF["qwen3_vl_moe"] |= dict(
     model_type="qwen3_vl_moe",
     rope_scaling={"rope_type": "default", "mrope_interleaved": True, "mrope_section": [4, 2, 2]},
-    vision_config=dict(TOWER, depth=3, num_position_embeddings=16, deepstack_visual_indexes=[0, 1]),
+    num_hidden_layers=4,
+    vision_config=dict(TOWER, depth=4, num_position_embeddings=16, deepstack_visual_indexes=[0, 1, 2]),
 )
 VISION_KEYS = "vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"
 

@@ -161,8 +161,9 @@ def changes(family: str) -> list[tuple[dict[str, Any], str]]:
     ]
     if family == "qwen3_vl_moe":
         cases += [
-            (tower(deepstack_visual_indexes=[1, 0]), "deepstack_visual_indexes=.* must ascend"),
-            (tower(deepstack_visual_indexes=[0, 7]), "names no layer of 3"),
+            (tower(deepstack_visual_indexes=[1, 0, 2]), "deepstack_visual_indexes=.* must ascend"),
+            (tower(deepstack_visual_indexes=[0, 1, 7]), "names no layer of 4"),
+            (tower(deepstack_visual_indexes=[0, 1]), "SGLang adds features after three decoder layers"),
             (tower(num_position_embeddings=15), "num_position_embeddings must be a square"),
             ({"rope_scaling": rope | {"mrope_section": [1, 4, 3]}}, "cannot be interleaved past the last frequency"),
             ({"norm_topk_prob": False}, "norm_topk_prob"),
@@ -187,8 +188,8 @@ def test_refuses_what_is_not_implemented(family: str, change: dict[str, Any], me
 def test_shape_keys_of_the_tower_change_the_table(family: str) -> None:
     hf = tiny.HF[family]
     table = family_of(hf).params(hf, 1)
-    larger = {"depth": 4, "intermediate_size": 32, "spatial_merge_size": 1, "num_heads": 4}
-    larger |= {"hidden_size": 32, "num_position_embeddings": 25, "deepstack_visual_indexes": [0]}
+    larger = {"depth": 5, "intermediate_size": 32, "spatial_merge_size": 1, "num_heads": 4}
+    larger |= {"hidden_size": 32, "num_position_embeddings": 25}
     for key in larger.keys() & (hf["vision_config"].keys() | {"spatial_merge_size"}):
         changed = hf | {"vision_config": hf["vision_config"] | {key: larger[key]}}
         assert family_of(hf).params(changed, 1) != table, key
@@ -201,8 +202,8 @@ def test_refuses_other_roles_and_layouts() -> None:
     for role in ("critic", "reward_model"):
         with pytest.raises(ConfigError, match="transformers has no sequence classifier of it"):
             qwen_vl.check_training(hf, family, config, role)
-    with pytest.raises(ConfigError, match="the first pipeline stage has 1 decoder layers .* after the first 2"):
-        qwen_vl.check_training(hf, family, tiny.config(pp=3, world=3))
+    with pytest.raises(ConfigError, match="the first pipeline stage has 2 decoder layers .* after the first 3"):
+        qwen_vl.check_training(hf, family, tiny.config(pp=2, world=2))
     adapters = from_dict({"lora": {"rank": 2}, "model": {"freeze_vision_tower": False}})
     with pytest.raises(ConfigError, match="model.freeze_vision_tower=false trains all of the tower, lora.rank"):
         qwen_vl.check_training(hf, family, adapters)
