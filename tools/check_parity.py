@@ -161,7 +161,10 @@ def engine_gap(family: str, layout: str) -> dict[str, float]:
             for number, (start, stop) in enumerate(reference.sequences(batch)):
                 tokens = batch.tokens[start:stop].tolist()
                 body = {"input_ids": tokens, "sampling_params": {"max_new_tokens": 1}, "return_logprob": True}
-                if batch.images is not None and (inputs := unpack_images(batch.images[number])):
+                inputs = () if batch.images is None else unpack_images(batch.images[number])
+                # SGLang has other ids in place of image tokens, whose log-probs mean nothing.
+                skipped = {0, *(t for image in inputs for t in range(image.start, image.stop))}
+                if inputs:
                     body["image_data"] = request_images(inputs, None)
                 request = urllib.request.Request(
                     engine.url + "/generate",
@@ -170,7 +173,7 @@ def engine_gap(family: str, layout: str) -> dict[str, float]:
                 )
                 with urllib.request.urlopen(request, timeout=120) as response:
                     entries = json.load(response)["meta_info"]["input_token_logprobs"]
-                gaps += [abs(pair[0] - float(truth[start + t])) for t, pair in enumerate(entries) if t]
+                gaps += [abs(pair[0] - float(truth[start + t])) for t, pair in enumerate(entries) if t not in skipped]
         finally:
             engine.shutdown()
     return {"logprobs": max(gaps)}
