@@ -24,8 +24,8 @@ SHARED_TABLES = "deepseek_llm:actor kimi_k2:actor"
 VISION = "qwen2_5_vl:actor qwen3_vl_moe:actor"
 # The part of tools/check_parity.py's table that covers every feature: layout -> family:role.
 MODELS = {
-    "": f"{MOE} {DENSE} {SHARED_TABLES} {VISION} gemma2:actor deepseek_v2:actor glm4_moe_mtp:actor deepseek_v3:critic "
-    "llama:reward_model",
+    "": f"{MOE} {DENSE} {SHARED_TABLES} qwen3_vl_moe:actor gemma2:actor deepseek_v2:actor glm4_moe_mtp:actor "
+    "deepseek_v3:critic llama:reward_model",
     "tp=2": f"{MOE} {DENSE} gemma2:actor qwen3_moe:critic",
     "pp=2": f"{MOE} {DENSE} gemma2:actor gemma2:critic deepseek_v3:critic deepseek_v3_mtp:actor",
     "ep=2,recompute": f"{MOE} deepseek_v3_mtp:actor",
@@ -39,6 +39,7 @@ MODELS = {
 
 
 VISION_MODELS = {
+    "": "qwen2_5_vl:actor",
     "tp=2": VISION,
     "pp=2": "qwen2_5_vl:actor",
     "ep=2,recompute": "qwen3_vl_moe:actor",
