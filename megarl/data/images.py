@@ -17,7 +17,7 @@ import torch
 
 from megarl.config import ConfigError
 from megarl.config.strict import read_json
-from megarl.types.images import Grid, Image
+from megarl.types.image_tokens import Grid, Image
 
 PROCESSOR_FILE = "preprocessor_config.json"
 _CACHED_IMAGES = 16  # samples of a group, and the passes of a step, read the same images

@@ -16,7 +16,7 @@ from megarl.config.strict import ConfigError
 from megarl.types.arrays import SamplingMask, concat
 from megarl.types.comm import LOCAL, Comm, LocalComm
 from megarl.types.episodes import Episodes
-from megarl.types.images import pack_images
+from megarl.types.image_tokens import pack_images
 from megarl.types.rollouts import Rollout, Rollouts
 
 

@@ -23,7 +23,7 @@ from megarl.types.arrays import (
 )
 from megarl.types.comm import LOCAL, Comm
 from megarl.types.episodes import Branch, Episodes, assign_episode_ids
-from megarl.types.images import Image, packed_size
+from megarl.types.image_tokens import Image, packed_size
 from megarl.types.reward_values import RewardResult
 
 Message = dict[str, Any]
@@ -53,7 +53,7 @@ class Prompt:
     tools: tuple[str, ...] = ()
     extra: dict[str, Any] = field(default_factory=dict)
     images: tuple[Image, ...] = ()
-    """Images of the messages, in order. The text of the messages has `images.PLACEHOLDER` for each."""
+    """Images of the messages, in order. The text of the messages has `image_tokens.PLACEHOLDER` for each."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", as_token_ids(self.token_ids))
