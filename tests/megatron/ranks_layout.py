@@ -128,6 +128,8 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
         }
     if layout.get("vpp", 1) > 1:
         tiny.HF[family]["num_hidden_layers"] = layout["pp"] * layout["vpp"]
+    elif layout.get("pp", 1) == 2 and family == "qwen3_vl_moe":
+        megatron["num_layers_in_first_pipeline_stage"] = 3  # those with features of images
     elif layout.get("pp", 1) > 1 and tiny.HF[family]["num_hidden_layers"] == 3:
         # Three layers split unevenly, which gives a stage without experts.
         megatron["num_layers_in_first_pipeline_stage"] = 1

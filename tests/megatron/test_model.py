@@ -41,7 +41,7 @@ MODELS = {
 VISION_MODELS = {
     "": "qwen2_5_vl:actor",
     "tp=2": VISION,
-    "pp=2": "qwen2_5_vl:actor",
+    "pp=2": VISION,
     "ep=2,recompute": "qwen3_vl_moe:actor",
     "overlap": VISION,
     "cp=2,selective": VISION,
