@@ -30,12 +30,10 @@ from typing import Any
 
 from megarl.config.plugins import format_error
 from megarl.config.strict import ConfigError
-from megarl.data.columns import content_text, is_image_part
 from megarl.environments.loading import TOOLS_KEY, LoadedEnvironment, load, with_schemas
 from megarl.environments.protocol import SessionLost
 from megarl.environments.tools import Tool
 from megarl.processes.messages import encode_frame, iter_orders, read_order
-from megarl.types import PLACEHOLDER
 from megarl.utils.text import find_media_type
 
 OUTPUT_LIMIT = 1 << 16
@@ -198,14 +196,37 @@ async def _await_value(value: Any) -> Any:
 def split_images(value: Any, location: str) -> tuple[Any, list[str]]:
     """Split message parts that a tool returned into text and images, as base64; other values have no images.
 
-    Raises ConfigError for an image that is neither a data URL nor a file.
+    An image is a part of OpenAI's ("image_url"), of Hugging Face's ("image", a path or a data URL), or of MCP ("image"
+    with "data"). Raises TypeError for other parts, and OSError for a file that cannot be read. Like all of this
+    module, it imports nothing heavy.
     """
-    parts = value if isinstance(value, list) else [value]
-    if not any(is_image_part(part) for part in parts):
+    if find_media_type(value) not in ("image_url", "image"):
         return value, []
-    images: list[bytes] = []
-    text = content_text(parts, location, images).replace(PLACEHOLDER, "")
-    return text, [base64.b64encode(image).decode() for image in images]
+    texts: list[str] = []
+    images: list[str] = []
+    for part in value if isinstance(value, list) else [value]:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "text" and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        elif kind in ("image_url", "image"):
+            images.append(_read_base64(part, location))
+        else:
+            raise TypeError(
+                f"{location} holds the part {str(part)[:80]!r} beside images, which is neither text nor image"
+            )
+    return "".join(texts), images
+
+
+def _read_base64(part: dict[str, Any], location: str) -> str:
+    source = part.get("data") or part.get("image_url") or part.get("image")
+    source = source.get("url") if isinstance(source, dict) else source
+    if not isinstance(source, str) or source.startswith(("http://", "https://")):
+        raise TypeError(f"{location} holds the image {str(source)[:80]!r}, which is no path, data URL or base64")
+    if part.get("data") or source.startswith("data:"):
+        encoded = source if part.get("data") else source.partition(",")[2]
+        base64.b64decode(encoded, validate=True)  # raises ValueError
+        return encoded
+    return base64.b64encode(Path(source.removeprefix("file://")).read_bytes()).decode()
 
 
 def dump_output(value: Any) -> str:

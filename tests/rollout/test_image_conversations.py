@@ -137,12 +137,20 @@ def test_splits_the_parts_that_a_tool_returned(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(picture(8))
     encoded = base64.b64encode(picture(8)).decode()
     url = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded}"}}
-    parts = [{"type": "text", "text": "see "}, url, {"type": "image", "path": str(tmp_path / "a.png")}]
-    assert split_images(parts, "it") == ("see ", [encoded, encoded])
+    file, mcp = {"type": "image", "image": str(tmp_path / "a.png")}, {"type": "image", "data": encoded}
+    parts = [{"type": "text", "text": "see "}, url, file, mcp]
+    assert split_images(parts, "it") == ("see ", [encoded] * 3)
+    assert split_images(mcp, "it") == ("", [encoded])
     for value in ("text", 5, [1, 2], [{"type": "text", "text": "a"}], {"image": 3}):
         assert split_images(value, "it") == (value, [])
-    with pytest.raises(ConfigError, match="it: cannot read /no.png"):
-        split_images([{"type": "image", "path": "/no.png"}], "it")
+    with pytest.raises(FileNotFoundError):
+        split_images([{"type": "image", "image": "/no.png"}], "it")
+    with pytest.raises(
+        TypeError, match="it holds the image 'https://a.org/b.png', which is no path, data URL or base64"
+    ):
+        split_images([{"type": "image", "image": "https://a.org/b.png"}], "it")
+    with pytest.raises(TypeError, match="beside images, which is neither text nor image"):
+        split_images([url, 5], "it")
 
 
 @pytest.mark.parametrize("config", [None, {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}])
