@@ -274,11 +274,16 @@ class _StreamingPolicy:
         self.stop = policy.stop
 
     async def generate(
-        self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: TokenCallback | None = None
+        self,
+        ids: Ids | Sequence[int],
+        params: dict[str, Any],
+        routed: int = 0,
+        on_tokens: TokenCallback | None = None,
+        **images: Any,
     ) -> Generation:
         detokenizer = IncrementalDetokenizer(self._chat, self._listener.on_text)
         try:
-            return await self._policy.generate(ids, params, routed, detokenizer.add)
+            return await self._policy.generate(ids, params, routed, detokenizer.add, **images)
         finally:
             detokenizer.end()
             self._listener.on_turn_end()

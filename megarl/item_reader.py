@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -51,7 +52,19 @@ class ItemReader:
                     raise ConfigError(
                         f"{path}: the id {prompt.id!r} is already used by a row of {other_path}; rename that file"
                     )
+            by_agent = [p.id for p in prompts if p.images and self.chat.catalog.is_run_by_agent(p)]
+            if by_agent:
+                raise ConfigError(
+                    f"{path}, {by_agent[0]}: there are images, but an agent runs this prompt, and the server that "
+                    "agents query takes text alone; use tools or an environment"
+                )
             fitting, dropped = render_prompts(prompts, self.chat.encode_prompt, longest)
+            fitting = [
+                replace(prompt, images=self.chat.place_images(prompt.token_ids, prompt.images))
+                if prompt.images
+                else prompt
+                for prompt in fitting
+            ]
             if dropped:
                 self.notes.append(
                     f"{path}: {dropped} of {len(prompts)} prompts are longer than rollout.max_context and are excluded"

@@ -47,7 +47,7 @@ class MockEngine:
         self.options, self.stops, self.busy, self.version = options, asyncio.Event(), 0.0, 0
 
     async def generate(
-        self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: Any = None
+        self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: Any = None, **_: Any
     ) -> Generation:
         options, prompt_ids = self.options, np.asarray(ids)
         turn = int((prompt_ids == 0).sum())

@@ -64,7 +64,7 @@ class MockEngine:
     """A mocked engine that answers at once, with as many tokens as requested."""
 
     async def generate(
-        self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: Any = None
+        self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: Any = None, **_: Any
     ) -> Generation:
         tokens = np.resize(as_token_ids(ids)[-16:], params["max_new_tokens"])
         return Generation(tokens, np.zeros(len(tokens), np.float32), "length", 0)

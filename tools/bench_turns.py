@@ -85,7 +85,7 @@ class FixedLengthEngine:
         """Lengths of the remaining turns, by the seeds of conversations."""
 
     async def generate(
-        self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: Any = None
+        self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: Any = None, **_: Any
     ) -> Generation:
         seed = params["sampling_seed"]
         length = self._remaining.setdefault(seed, lengths(self._options, seed)).pop(0)
@@ -106,7 +106,7 @@ class LockstepPolicy:
         self._room = asyncio.Semaphore(max_concurrency)
 
     async def generate(
-        self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: Any = None
+        self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: Any = None, **_: Any
     ) -> Generation:
         await self._gate.wait()
         async with self._room:

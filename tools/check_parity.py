@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shutil
 import sys
 import tempfile
 import urllib.request
@@ -138,20 +139,28 @@ def engine_gap(family: str, layout: str) -> dict[str, float]:
     """Return the largest difference between SGLang's and transformers' log-probs of the tokens that the layouts are
     checked on."""
     sys.path.insert(0, str(ROOT / "tests/helpers"))
+    import images
     import reference
     import tiny
     import tiny_models
     import torch
 
     from megarl.config import from_dict
+    from megarl.cpu.sglang_images import request_images
     from megarl.engine.sglang_engine import Engine
+    from megarl.types import unpack_images
 
     batch, model = tiny.batch(), tiny.hf_model(family)
+    if "vision_config" in tiny.HF[family]:
+        patch = tiny.HF[family]["vision_config"]["patch_size"]
+        batch = images.add(batch, patch)
     sizes = {name: int(size) for name, size in (part.split("=") for part in layout.split(","))}
     with torch.no_grad():
         truth, _ = reference.policy(model, batch)
     with tempfile.TemporaryDirectory() as folder:
         path = str(tiny_models.save(model, Path(folder) / "model"))
+        if batch.images is not None:
+            shutil.copy(Path(images.processor_folder(patch)) / "preprocessor_config.json", path)
         rollout: dict[str, Any] = {"max_context": 64, "max_new_tokens": 8, "concurrency": 8, **sizes}
         if any(Path(path).glob("*.py")):  # the class of config.json, if transformers has none
             rollout["sglang"] = {"trust_remote_code": True}
@@ -161,9 +170,14 @@ def engine_gap(family: str, layout: str) -> dict[str, float]:
         try:
             engine.wait_ready()
             gaps = [0.0]
-            for start, stop in reference.sequences(batch):
+            for number, (start, stop) in enumerate(reference.sequences(batch)):
                 tokens = batch.tokens[start:stop].tolist()
                 body = {"input_ids": tokens, "sampling_params": {"max_new_tokens": 1}, "return_logprob": True}
+                inputs = () if batch.images is None else unpack_images(batch.images[number])
+                # SGLang has other ids in place of image tokens, whose log-probs mean nothing.
+                skipped = {0, *(t for image in inputs for t in range(image.start, image.stop))}
+                if inputs:
+                    body["image_data"] = request_images(inputs, None)
                 request = urllib.request.Request(
                     engine.url + "/generate",
                     json.dumps({**body, "logprob_start_len": 0}).encode(),
@@ -171,7 +185,7 @@ def engine_gap(family: str, layout: str) -> dict[str, float]:
                 )
                 with urllib.request.urlopen(request, timeout=120) as response:
                     entries = json.load(response)["meta_info"]["input_token_logprobs"]
-                gaps += [abs(pair[0] - float(truth[start + t])) for t, pair in enumerate(entries) if t]
+                gaps += [abs(pair[0] - float(truth[start + t])) for t, pair in enumerate(entries) if t not in skipped]
         finally:
             engine.shutdown()
     return {"logprobs": max(gaps)}
@@ -245,6 +259,8 @@ def check(options: argparse.Namespace) -> int:
                 family_of(tiny.HF[family]).params(tiny.HF[family], 1, etp=2)
             except ConfigError:
                 return False
+        if "vpp=" in layout and family == "qwen3_vl_moe":  # its first three layers must be in one part of a stage
+            return False
         return "ep=" not in layout or any("experts" in key for key in tiny.HF[family])
 
     for layout in options.layout:

@@ -15,7 +15,7 @@ from typing import Any
 
 from megarl.config import ConfigError
 from megarl.data.columns import ROLES, content_text
-from megarl.types import Message
+from megarl.types import PLACEHOLDER, Message
 from megarl.utils.text import replace_surrogates
 
 _CONTROL_CHARS = "<>[]|{}｜"  # an added token with one of these counts as a control token, even if not declared special
@@ -250,6 +250,11 @@ RenderMessages = Callable[[Sequence[Message]], str]
 """Renders messages to text with a template."""
 
 
+def _make_dummy(message: Message) -> Message:
+    """Return a tool result of one digit, with the images of `message`."""
+    return {**_DUMMY_RESULT, "content": "0" + PLACEHOLDER * str(message["content"]).count(PLACEHOLDER)}
+
+
 class EscapedEncoder:
     """Encodes messages without control tokens from anyone but the template. `tokenize` encodes a text as is."""
 
@@ -292,7 +297,7 @@ class EscapedEncoder:
         """Find the control tokens that the template writes around dummies in place of the tool results."""
         tokens = self._template_tokens.get(key)
         if tokens is None:
-            dummies = [{**_DUMMY_RESULT, "content": "0"} if message["role"] == "tool" else message for message in ready]
+            dummies = [_make_dummy(message) if message["role"] == "tool" else message for message in ready]
             tokens = self._controls.filter_ids(self._tokenize(render(dummies)))
             if key is not None and len(self._template_tokens) < _MAX_CACHED:
                 self._template_tokens[key] = tokens

@@ -13,9 +13,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from megarl.chat_format import harmony
 from megarl.chat_format.chat_messages import (
@@ -35,10 +38,13 @@ from megarl.chat_format.chat_messages import (
     read_eos_ids,
 )
 from megarl.config import ConfigError
+from megarl.data.images import ImageProcessor
 from megarl.environments.catalog import EnvironmentCatalog
 from megarl.environments.protocol import EnvironmentInfo
 from megarl.environments.tools import Tool
-from megarl.types import Ids, Message, Prompt, as_token_ids
+from megarl.models.config_json import need
+from megarl.models.registry import VISION_FAMILIES, load_hf_config
+from megarl.types import PLACEHOLDER, Ids, Image, Message, Prompt, as_token_ids
 from megarl.utils.text import replace_surrogates
 
 _TOKENIZER_METHODS = ("encode", "_encode_plus", "decode", "_decode")
@@ -57,6 +63,68 @@ def _find_backend(tokenizer: Any) -> Any:
     return None if backend.encode_special_tokens else backend
 
 
+class ImageFormat:
+    """How a model with a vision tower reads images: the tokens that stand for one, and its processor.
+
+    An image is written as the model's own chat template writes it: a start, its tokens, and an end.
+    """
+
+    def __init__(self, start: str, token: str, end: str, token_id: int, processor: ImageProcessor) -> None:
+        self._start, self._token, self._end, self.token_id, self.processor = start, token, end, token_id, processor
+
+    @classmethod
+    def load(cls, folder: str, tokenizer: Any) -> ImageFormat | None:
+        """Return the format of an HF folder; None if its model reads no images. Raises ConfigError."""
+        file = Path(folder, "config.json")
+        hf = load_hf_config(file) if file.is_file() else {}
+        vision = VISION_FAMILIES.get(next(iter(hf.get("architectures") or ()), ""))
+        if vision is None:
+            return None
+        names = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
+        ids = [int(need(hf, name)) for name in names]
+        texts = [str(token) for token in tokenizer.convert_ids_to_tokens(ids)]
+        for name, token, text in zip(names, ids, texts, strict=True):
+            if tokenizer.encode(text, add_special_tokens=False) != [token]:
+                raise ConfigError(f"model.path: config.json has {name}={token}, which is no token of its own: {text!r}")
+        processor = ImageProcessor.load(folder, int(vision.config(hf)["spatial_merge_size"]))
+        start, pad, end = texts
+        return cls(start, pad, end, ids[1], processor)
+
+    def insert(self, text: str, images: Sequence[Image], subject: str) -> str:
+        """Replace each `PLACEHOLDER` of a rendered text by the tokens of an image. Raises ConfigError."""
+        parts = text.split(PLACEHOLDER)
+        if len(parts) != len(images) + 1:
+            raise ConfigError(
+                f"{subject} has {len(images)} images, but the chat template writes {PLACEHOLDER} {len(parts) - 1} times"
+            )
+        result = parts[0]
+        for image, part in zip(images, parts[1:], strict=True):
+            count = self._read(image, subject).num_tokens
+            result += self._start + self._token * count + self._end + part
+        return result
+
+    def place(self, ids: Ids | Sequence[int], images: Sequence[Image], subject: str) -> tuple[Image, ...]:
+        """Return the images with their grids and with the starts of their tokens in `ids`. Raises ConfigError."""
+        indices = np.flatnonzero(np.asarray(ids) == self.token_id)
+        placed, stop = [], 0
+        for image in images:
+            read = self._read(image, subject)
+            span = indices[stop : stop + read.num_tokens]
+            if len(span) < read.num_tokens or span[-1] - span[0] != len(span) - 1:
+                break
+            placed.append(replace(read, start=int(span[0])))
+            stop += read.num_tokens
+        if len(placed) < len(images) or stop != len(indices):
+            raise ConfigError(f"{subject} spells the image token {self._token}, which stands for an image; remove it")
+        return tuple(placed)
+
+    def _read(self, image: Image, subject: str) -> Image:
+        try:
+            return self.processor.read(image.data)
+        except ValueError as error:
+            raise ConfigError(f"{subject}: {error}") from None
+
+
 _POLICY_TURN = "POLICYTURN"  # placeholder for the policy's text: a word that no template adds or changes
 _TOOL_RESULT = "TOOLRESULT"  # placeholder for a tool result or a user message
 _REASONING = "REASONINGWORDS"  # placeholder for the policy's reasoning
@@ -73,6 +141,7 @@ class ChatTemplate:
         tokenizer: transformers tokenizer with a chat template
         tools, environments: by name, as from `load_catalog`
         eos: further tokens that end a turn, besides the template's and the tokenizer's own
+        images: how the model reads images; None if it reads none
     """
 
     def __init__(
@@ -81,6 +150,7 @@ class ChatTemplate:
         tools: Mapping[str, Tool] | None = None,
         eos: Sequence[int] = (),
         environments: Mapping[str, EnvironmentInfo] | None = None,
+        images: ImageFormat | None = None,
     ) -> None:
         if not getattr(tokenizer, "chat_template", None):
             raise ConfigError(
@@ -93,6 +163,7 @@ class ChatTemplate:
         self.eos = tuple(eos)
         self.control_tokens = ControlTokens(tokenizer)
         self.is_harmony = harmony.is_harmony(self.control_tokens.texts)
+        self.images = images
         self._backend = _find_backend(tokenizer)
         self._call_formats: dict[tuple[_RolePattern, bool], CallFormat | str] = {}
         self._is_opened_after: dict[str, bool] = {}
@@ -119,7 +190,8 @@ class ChatTemplate:
             raise ConfigError(f"model.path: no tokenizer in {folder}: {reason[:500]}") from None
         if not Path(folder, "tokenizer.json").exists() and Path(folder, "tokenizer.model").exists():
             _check_sentencepiece(tokenizer, folder)
-        return cls(tokenizer, tools, read_eos_ids(Path(folder, "generation_config.json")), environments)
+        eos = read_eos_ids(Path(folder, "generation_config.json"))
+        return cls(tokenizer, tools, eos, environments, ImageFormat.load(folder, tokenizer))
 
     def check_vocabulary(self, size: int) -> None:
         """Raise ConfigError if the tokenizer has ids outside a vocabulary of `size`."""
@@ -145,7 +217,34 @@ class ChatTemplate:
     def encode_prompt(self, prompt: Prompt, schemas: Sequence[dict[str, Any]] | None = None) -> list[int]:
         """Encode the prompt's messages, its tools or `schemas`, and the head of the policy's first turn."""
         tool_schemas = self.catalog.select_schemas(prompt) if schemas is None else schemas
-        return self.encode(self._apply_template(prompt.messages, tool_schemas, generate=True))
+        text = self._apply_template(prompt.messages, tool_schemas, generate=True)
+        if not prompt.images:
+            return self.encode(text)
+        if self.images is None:
+            raise ConfigError(
+                f"prompt {prompt.id} has images, but the model of model.path has no vision tower; drop the row, or use "
+                "another model"
+            )
+        images, subject = self.images, f"prompt {prompt.id}"
+        ids = self.encode(images.insert(text, prompt.images, subject))
+        images.place(ids, prompt.images, subject)  # raises
+        return ids
+
+    @property
+    def image_format(self) -> ImageFormat:
+        """How the model reads images. Raises ConfigError if it reads none."""
+        if self.images is None:
+            raise ConfigError("there are images, but the model of model.path has no vision tower; use another model")
+        return self.images
+
+    def render_prompt(self, prompt: Prompt, schemas: Sequence[dict[str, Any]] | None = None) -> Prompt:
+        """Return the prompt with its token ids, and with its images where their tokens are."""
+        ids = self.encode_prompt(prompt, schemas)
+        return replace(prompt, token_ids=as_token_ids(ids), images=self.place_images(ids, prompt.images))
+
+    def place_images(self, ids: Ids | Sequence[int], images: Sequence[Image]) -> tuple[Image, ...]:
+        """Return the images with their grids, at the image tokens of `ids`. Raises ConfigError if they do not fit."""
+        return self.image_format.place(ids, images, "the prompt") if images else ()
 
     def decode(self, ids: Ids | Sequence[int]) -> str:
         """Decode ids to text, including control tokens."""
@@ -202,7 +301,11 @@ class ChatTemplate:
         return None if end_token is None else end_token.id
 
     def encode_continuation(
-        self, messages: Sequence[Message], schemas: Sequence[dict[str, Any]] = (), last: int | None = None
+        self,
+        messages: Sequence[Message],
+        schemas: Sequence[dict[str, Any]] = (),
+        last: int | None = None,
+        images: Sequence[Image] = (),
     ) -> list[int]:
         """Encode the messages that follow a policy turn, and the head of its next turn.
 
@@ -214,14 +317,22 @@ class ChatTemplate:
                 client
             last: the token that ended the policy's turn. If it differs from the template's end token before such
                 messages, as after a truncated turn, the template's token comes first. By default they are equal.
+            images: those of the messages, whose text has `PLACEHOLDER` for each
 
         Raises:
             ConfigError: if the template does not support a message's role, which the error names, or a message is not
                 text
         """
-        return self._encoder.encode(
-            messages, lambda ready: self._render_continuation(ready, schemas, last), lambda: (last, repr(schemas))
-        )
+        if not images:
+            return self._encoder.encode(
+                messages, lambda ready: self._render_continuation(ready, schemas, last), lambda: (last, repr(schemas))
+            )
+
+        def render(ready: Sequence[Message]) -> str:
+            text = self._render_continuation(ready, schemas, last)
+            return self.image_format.insert(text, images, "the tool results")
+
+        return self._encoder.encode(messages, render)
 
     def _render_continuation(
         self, messages: Sequence[Message], schemas: Sequence[dict[str, Any]], last: int | None = None

@@ -109,6 +109,8 @@ class ModelConfig:
     """Parameters and activations. Master weights and optimizer states are always fp32."""
     megatron: dict[str, Any] = field(default_factory=dict)
     """Further fields of Megatron's TransformerConfig, by Megatron's names."""
+    freeze_vision_tower: bool = True
+    """Of a model for images, train the language model alone."""
 
 
 @dataclass(frozen=True)

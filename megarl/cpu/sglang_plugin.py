@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from megarl.cpu import sglang_gated_delta_net, sglang_sparse_attention, sglang_speculative
+from megarl.cpu import sglang_gated_delta_net, sglang_images, sglang_sparse_attention, sglang_speculative
 from megarl.models import mxfp4
 from megarl.models.int4 import Int4Matrix, dequantise
 from megarl.parallel.job_secret import SECRET_ENV, SealedPickle, seal_object_collectives
@@ -112,10 +112,12 @@ def register() -> None:
     _patch_stacked_experts()
     _keep_int4_layout()
     sglang_sparse_attention.install_record()
+    sglang_images.install()
     if is_cpu():
         _patch_models()
         _patch_minimax()
         _patch_ling()
+        _patch_image_processor()
         _patch_expert_parallel()
         _patch_int4_experts()
         _patch_attention()
@@ -283,6 +285,36 @@ def _patch_gpt_oss() -> None:
         self.sinks.data = self.sinks.data.to(self.qkv_proj.weight.dtype)
 
     gpt_oss.GptOssAttention.__init__ = init
+
+
+_UNUSED_KERNELS = "fused_qkvzba_split_reshape_cat_cpu", "fused_input_proj_cpu"
+"""Operators that SGLang's file of Qwen3.5 looks up where it is imported, as by the processor of images."""
+
+
+def _patch_image_processor() -> None:
+    """Load a tokenizer and an image processor without torchvision, which the processor of videos would need."""
+    from sglang.srt.utils.hf_transformers import processor
+
+    def missing(*_: Any, **__: Any) -> None:
+        raise NotImplementedError("this kernel of Qwen3.5 needs a CPU with AMX")
+
+    for name in _UNUSED_KERNELS:
+        if not hasattr(torch.ops.sgl_kernel, name):
+            setattr(torch.ops.sgl_kernel, name, missing)
+
+    class Processor:
+        def __init__(self, folder: str, options: dict[str, Any]) -> None:
+            from transformers import AutoTokenizer
+            from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+            self.tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+            self.image_processor = Qwen2VLImageProcessorPil.from_pretrained(folder)
+
+        @staticmethod
+        def from_pretrained(folder: str, *_: Any, trust_remote_code: bool = False, **__: Any) -> Processor:
+            return Processor(folder, {"trust_remote_code": trust_remote_code})
+
+    processor.AutoProcessor = Processor
 
 
 def _patch_expert_parallel() -> None:

@@ -5,22 +5,29 @@ and a remedy."""
 
 from __future__ import annotations
 
+import base64
 import json
 import re
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from megarl.config import ConfigError
-from megarl.types import Message
+from megarl.types import PLACEHOLDER, Message
 from megarl.utils.text import replace_surrogates
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-def parse_chat_messages(value: Any, location: str, key: str, role: str = "user") -> tuple[Message, ...]:
+def parse_chat_messages(
+    value: Any, location: str, key: str, role: str = "user", images: list[bytes] | None = None
+) -> tuple[Message, ...]:
     """Parse the messages of a column: a list or its JSON; other text becomes one message of `role`.
 
     A message has a role and a content: text, or a list of text parts, which are joined. Only an assistant message with
     tool calls may lack content.
+
+    images: gets the files of image parts, in order, which `PLACEHOLDER` replaces in the text; None rejects such parts.
     """
     if isinstance(value, str):
         if not value.strip() and role == "user":
@@ -32,7 +39,9 @@ def parse_chat_messages(value: Any, location: str, key: str, role: str = "user")
         value = messages
     if not isinstance(value, list) or not value:
         raise ConfigError(f"{location}: {key!r} must be text or a list of chat messages, not {_short(value)}")
-    return tuple(_message(item, f"{location}: message {number} of {key!r}") for number, item in enumerate(value))
+    return tuple(
+        _message(item, f"{location}: message {number} of {key!r}", images) for number, item in enumerate(value)
+    )
 
 
 def _parse_json(text: str) -> Any:
@@ -43,7 +52,7 @@ def _parse_json(text: str) -> Any:
         return None
 
 
-def _message(value: Any, location: str) -> Message:
+def _message(value: Any, location: str, images: list[bytes] | None) -> Message:
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         raise ConfigError(f"{location} is {_short(value)}, not a message with role and content")
     message = {name: item for name, item in value.items() if item is not None}
@@ -57,7 +66,7 @@ def _message(value: Any, location: str) -> Message:
         _check_calls(calls, location)
         message["tool_calls"] = calls
     if isinstance(content, list):
-        content = content_text(content, location)
+        content = content_text(content, location, images)
     if content is not None and not isinstance(content, str):
         raise ConfigError(f"{location} has {_short(content)} as content, which must be text")
     if not calls and (content is None or (role == "user" and not content.strip())):
@@ -66,10 +75,17 @@ def _message(value: Any, location: str) -> Message:
     return message
 
 
-def content_text(parts: list[Any], location: str) -> str:
-    """Join text parts. Raises ConfigError, naming the kind, for a part of another kind."""
+def content_text(parts: list[Any], location: str, images: list[bytes] | None = None) -> str:
+    """Join text parts. Raises ConfigError, naming the kind, for a part of another kind.
+
+    images: as for `parse_chat_messages`.
+    """
     texts = []
     for part in parts:
+        if images is not None and is_image_part(part):
+            images.append(read_image(part, location))
+            texts.append(PLACEHOLDER)
+            continue
         kind = part.get("type") if isinstance(part, dict) else None
         text = part["text"] if kind == "text" and isinstance(part.get("text"), str) else part
         if not isinstance(text, str):
@@ -161,9 +177,73 @@ def list_columns(row: dict[str, Any]) -> str:
     return ", ".join(name for name, value in row.items() if value is not None) or "none"
 
 
-def check_text_only(row: dict[str, Any], location: str) -> None:
+IMAGE_PARTS = ("image", "image_url", "input_image")
+"""Types of message parts that hold an image."""
+
+
+def is_image_part(part: Any) -> bool:
+    """Return whether a part of a message holds an image."""
+    keys = ("image_url", "url", "image", "path", "bytes")
+    return isinstance(part, dict) and part.get("type") in IMAGE_PARTS and any(part.get(key) for key in keys)
+
+
+def take_images(row: dict[str, Any], location: str) -> list[bytes]:
+    """Remove the column `images`, as in verl and TRL, and return the files that it holds."""
+    column = row.pop("images", None)
+    if column is None or column == []:
+        return []
+    if isinstance(column, dict | str):
+        column = [column]
+    if not isinstance(column, list):
+        raise ConfigError(f"{location}: 'images' is {_short(column)}, not a list of images")
+    return [read_image(image, f"{location}: image {number} of 'images'") for number, image in enumerate(column)]
+
+
+def read_image(value: Any, location: str) -> bytes:
+    """Return the encoded file of an image: a path, a data URL, `{"bytes": ...}`, `{"path": ...}`, or a part of
+    OpenAI's. Raises ConfigError.
+    """
+    while isinstance(value, dict):
+        keys = ("bytes", "image_url", "url", "image", "path")
+        key = next((key for key in keys if value.get(key) is not None), None)
+        if key is None:
+            raise ConfigError(f"{location} has none of {', '.join(keys)}: {_short(value)}")
+        value = value[key]
+        if key == "bytes" and isinstance(value, str):  # bytes of parquet become base64 in JSON
+            value = f"data:image;base64,{value}"
+    if isinstance(value, bytes):
+        return value
+    if not isinstance(value, str):
+        raise ConfigError(f"{location} is {_short(value)}, not a path, a data URL or bytes")
+    if value.startswith("data:"):
+        head, _, payload = value.partition(",")
+        try:
+            if not head.endswith(";base64"):
+                raise ValueError("it has no base64")
+            return base64.b64decode(payload, validate=True)
+        except ValueError as error:
+            raise ConfigError(f"{location} is a data URL that cannot be decoded: {error}") from None
+    if value.startswith(("http://", "https://")):
+        raise ConfigError(f"{location} is the URL {value[:80]}; download it, and give its path or bytes")
+    path = Path(value.removeprefix("file://"))
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{location}: cannot read {str(path)[:200]}: {error.strerror}") from None
+
+
+def check_placeholders(messages: Sequence[Message], count: int, location: str) -> None:
+    """Raise ConfigError unless the messages have a placeholder for each of `count` images."""
+    found = sum(str(message.get("content") or "").count(PLACEHOLDER) for message in messages)
+    if found != count:
+        raise ConfigError(
+            f"{location}: there are {count} images, but {PLACEHOLDER} occurs {found} times in the messages"
+        )
+
+
+def check_text_only(row: dict[str, Any], location: str, media: Sequence[str] = ("images", "videos", "audios")) -> None:
     """Raise ConfigError if a column for images, videos or audio, as in verl and TRL, is not empty."""
-    for name in ("images", "videos", "audios"):
+    for name in media:
         if row.get(name):
             raise ConfigError(
                 f"{location}: there are {name!r}; only text can be trained on: drop the row, or describe them as text "

@@ -7,6 +7,7 @@ rollout loop. `check_first_rows` finds mistakes before anything starts.
 from __future__ import annotations
 
 import functools
+import hashlib
 import operator
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ import numpy as np
 
 from megarl.config import Config, ConfigError, DataConfig
 from megarl.data.columns import (
+    check_placeholders,
     check_text_only,
     list_columns,
     parse_answer,
@@ -29,10 +31,12 @@ from megarl.data.columns import (
     parse_tool_schemas,
     row_id,
     row_source,
+    take_images,
 )
 from megarl.data.loader import NESTED_COLUMNS, read_key
 from megarl.data.table import LazySequence, Table, read_rows
-from megarl.types import Message, Prompt, Rollout, Turn, as_token_ids
+from megarl.types import Image, Message, Prompt, Rollout, Turn, as_token_ids
+from megarl.types.arrays import no_ids
 from megarl.types.requirements import ItemKind
 
 Item = TypeVar("Item")
@@ -112,10 +116,15 @@ def prompts_too_long_error(count: int, max_prompt_tokens: int, shortest: int) ->
 def _parse_prompt(
     row: dict[str, Any], location: str, default_id: str, prompt_key: str, label_key: str, name: str
 ) -> Prompt:
-    check_text_only(row, location)
+    check_text_only(row, location, ("videos", "audios"))
     rest = dict(row)
+    images, inline = take_images(rest, location), list[bytes]()
     prompt = _pop_column(rest, row, prompt_key, location, "data.prompt_key")
-    messages = parse_chat_messages(prompt, location, prompt_key)
+    messages = parse_chat_messages(prompt, location, prompt_key, images=inline)
+    if images and inline:
+        raise ConfigError(f"{location}: there are images in 'images' and in {prompt_key!r}; keep one of them")
+    if images := images or inline:
+        check_placeholders(messages, len(images), location)
     if messages[-1]["role"] == "assistant":
         raise ConfigError(f"{location}: {prompt_key!r} ends with the assistant's words, so there is nothing to answer")
     reward_model = rest.get("reward_model")
@@ -136,7 +145,8 @@ def _parse_prompt(
     tools = parse_tool_names(rest.pop("tools", None), location)
     nested = [rest.pop(column) for column in NESTED_COLUMNS if isinstance(rest.get(column), dict)]
     extra = functools.reduce(operator.or_, nested, rest)
-    return Prompt(identity, messages, data_source=source, ground_truth=ground_truth, tools=tools, extra=extra)
+    files = tuple(map(Image, images))
+    return Prompt(identity, messages, no_ids(), source, ground_truth, tools, extra, files)
 
 
 def _pop_column(row: dict[str, Any], original: dict[str, Any], key: str, location: str, option: str) -> Any:
@@ -441,7 +451,7 @@ def check_first_rows(config: Config, item: ItemKind, path: str, order: str = "")
         return []
     if item == "prompts":
         prompts = read_prompts(path, data.prompt_key, data.label_key, MAX_ROWS, order=order)
-        return [FirstRow(f"{path}, {prompt.id}", repr(prompt.messages), prompt.extra) for prompt in prompts]
+        return [FirstRow(f"{path}, {prompt.id}", _describe_prompt(prompt), prompt.extra) for prompt in prompts]
     if item == "conversations":
         read_conversations(path, None, MAX_ROWS, data.prompt_key, answer_key(config), order=order)
     first_rows = []
@@ -455,6 +465,12 @@ def check_first_rows(config: Config, item: ItemKind, path: str, order: str = "")
     if item == "pairs" and not first_rows:
         raise ConfigError(f"{path} holds no pair")
     return first_rows
+
+
+def _describe_prompt(prompt: Prompt) -> str:
+    """Return a text that differs for prompts with different messages or images."""
+    digests = [hashlib.sha256(image.data).hexdigest() for image in prompt.images]
+    return repr(prompt.messages) + (repr(digests) if digests else "")
 
 
 def answer_key(config: Config) -> str:

@@ -19,7 +19,7 @@ from megarl.data.datasets import check_first_rows
 from megarl.data.loader import check_files, check_no_nan
 from megarl.engine import tool_calls
 from megarl.environments.catalog import COLUMN, load_catalog
-from megarl.models import megatron_fields
+from megarl.models import megatron_fields, qwen_vl
 from megarl.models.config_json import rope_options
 from megarl.models.family import HFConfig
 from megarl.models.hf_folder import check_target, open_hf
@@ -73,6 +73,7 @@ def check_training_layout(hf: HFConfig, config: Config) -> None:
     settings = family.megatron_config(hf)
     megatron_fields.check_ddp(config.train.ddp)
     megatron_fields.check(config.model.megatron, bool(settings.get("multi_latent_attention")), family.extras(hf))
+    qwen_vl.check_training(hf, family, config)
     settings = {**settings, **config.model.megatron}
     for name, tp, etp in (("tp", parallel.tp, 1), ("etp", 1, parallel.etp)):
         try:
@@ -116,6 +117,8 @@ def check_role_layout(hf: HFConfig, config: Config, role: str) -> None:
     """Apply `check_training_layout` to another role's model and layout. Adapters exist for trained roles only."""
     role_settings = role_config(config, role)
     try:
+        if role in ("critic", "reward_model"):
+            qwen_vl.check_training(hf, family_of(hf), role_settings, role)
         check_training_layout(hf, role_settings if role == "critic" else replace(role_settings, lora=LoraConfig()))
     except ConfigError as error:
         raise prefix_role_error(config, role, error) from None

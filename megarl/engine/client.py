@@ -15,10 +15,11 @@ import orjson
 import pybase64
 import torch
 
+from megarl.cpu.sglang_images import request_images
 from megarl.engine.engine_protocol import Generation, RequestFailed, TokenCallback
 from megarl.models.routing import RoutingShape
 from megarl.models.sparse_indices import IndexShape, positions
-from megarl.types import Ids, SamplingMask, as_token_ids
+from megarl.types import Ids, Image, SamplingMask, as_token_ids
 
 _MAX_ATTEMPTS = 3
 _RETRY_DELAY_S = 0.5
@@ -75,9 +76,17 @@ class Client:
         await self._session.close()
 
     async def generate(
-        self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: TokenCallback | None = None
+        self,
+        ids: Ids | Sequence[int],
+        params: dict[str, Any],
+        routed: int = 0,
+        on_tokens: TokenCallback | None = None,
+        *,
+        images: Sequence[Image] = (),
     ) -> Generation:
         """Continue `ids` by at most `params["max_new_tokens"]` tokens, which `on_tokens` gets as they arrive.
+
+        images: those of the image tokens in `ids`, by their starts.
 
         Raises RequestFailed if this request gets no valid response. Server-side errors and lost connections are retried
         a few times first. Any other RuntimeError concerns the engine: it is lost (`EngineLost`), or its
@@ -88,6 +97,8 @@ class Client:
         if is_truncated:  # return_logprob would be over the whole vocabulary
             body |= {"return_sampling_mask": True, "sampling_logprobs_mode": "selected"}
         request_version = self.weight_version
+        if images:
+            body["image_data"] = request_images(images, request_version)
         if request_version is not None:
             body["extra_key"] = str(request_version)
         if self._routing is not None:

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from megarl.types import Ids, Logprobs, SamplingMask, Turn
+from megarl.types import Ids, Image, Logprobs, SamplingMask, Turn
 
 
 class RequestFailed(RuntimeError):
@@ -60,13 +60,19 @@ class Policy(Protocol):
     """Anything that can continue a conversation: an engine, or a script in a test."""
 
     async def generate(
-        self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: TokenCallback | None = None
+        self,
+        ids: Ids | Sequence[int],
+        params: dict[str, Any],
+        routed: int = 0,
+        on_tokens: TokenCallback | None = None,
+        *,
+        images: Sequence[Image] = (),
     ) -> Generation:
         """Continue `ids` under SGLang's sampling `params`.
 
         If routing or sparse attention indices are recorded, the caller already has those of the first `routed` tokens.
         The result covers the rest, except the last generated token, which the engine has not run. `on_tokens` gets the
-        tokens as they arrive. Raises RequestFailed.
+        tokens as they arrive. `images` are those of image tokens in `ids`. Raises RequestFailed.
         """
         ...
 

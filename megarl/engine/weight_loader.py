@@ -392,7 +392,7 @@ def _resolve_target(
     if name not in dtypes:
         raise ValueError(f"the request does not state the dtype of {name}")
     tensor = tensors[name]
-    if (index != -1 and tensor.dim() not in (2, 3)) or not -1 <= index < len(tensor):
+    if (index != -1 and tensor.dim() not in (2, 3)) or not tensor.dim() or not -1 <= index < len(tensor):
         raise ValueError(f"{name} has the shape {list(tensor.shape)}; index {index} does not fit it")
     matrix = tensor if index == -1 else tensor[index]
     if matrix.dim() != 2:

@@ -15,6 +15,7 @@ description of each. An order is pickled by the rank; each gets one JSON answer,
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import dataclasses
 import inspect
@@ -155,7 +156,9 @@ class _EnvironmentWorker:
                 value = target.call(name, arguments)
             else:
                 value = getattr(target, name)(**arguments)
-            return {"ok": True, "text": truncate_middle(dump_output(await _await_value(value)))}
+            value, images = split_images(await _await_value(value), f"the result of {name}")
+            answer = {"ok": True, "text": truncate_middle(dump_output(value))}
+            return answer | ({"images": images} if images else {})
         except SessionLost as error:
             return {**_describe_error(error), "lost": format_error(error, named=False)}
         except BaseException as error:  # noqa: B036
@@ -188,6 +191,42 @@ class _EnvironmentWorker:
 
 async def _await_value(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
+
+
+def split_images(value: Any, location: str) -> tuple[Any, list[str]]:
+    """Split message parts that a tool returned into text and images, as base64; other values have no images.
+
+    An image is a part of OpenAI's ("image_url"), of Hugging Face's ("image", a path or a data URL), or of MCP ("image"
+    with "data"). Raises TypeError for other parts, and OSError for a file that cannot be read. Like all of this
+    module, it imports nothing heavy.
+    """
+    if find_media_type(value) not in ("image_url", "image"):
+        return value, []
+    texts: list[str] = []
+    images: list[str] = []
+    for part in value if isinstance(value, list) else [value]:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "text" and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        elif kind in ("image_url", "image"):
+            images.append(_read_base64(part, location))
+        else:
+            raise TypeError(
+                f"{location} holds the part {str(part)[:80]!r} beside images, which is neither text nor image"
+            )
+    return "".join(texts), images
+
+
+def _read_base64(part: dict[str, Any], location: str) -> str:
+    source = part.get("data") or part.get("image_url") or part.get("image")
+    source = source.get("url") if isinstance(source, dict) else source
+    if not isinstance(source, str) or source.startswith(("http://", "https://")):
+        raise TypeError(f"{location} holds the image {str(source)[:80]!r}, which is no path, data URL or base64")
+    if part.get("data") or source.startswith("data:"):
+        encoded = source if part.get("data") else source.partition(",")[2]
+        base64.b64decode(encoded, validate=True)  # raises ValueError
+        return encoded
+    return base64.b64encode(Path(source.removeprefix("file://")).read_bytes()).decode()
 
 
 def dump_output(value: Any) -> str:

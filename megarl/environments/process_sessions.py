@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
 import os
@@ -185,7 +186,8 @@ class EnvironmentPool:
 
     def record_result(self, name: str, arguments: Any, output: Mapping[str, Any]) -> ToolResult:
         """Convert a process's answer. Raises LookupError or ValueError if it is invalid."""
-        result = ToolResult(replace_surrogates(str(output["text"])), bool(output["ok"]))
+        images = tuple(base64.b64decode(image, validate=True) for image in output.get("images", ()))
+        result = ToolResult(replace_surrogates(str(output["text"])), bool(output["ok"]), images)
         self._count_call(name, "" if result.ok else f"{result.text.removeprefix('Error: ')} ({output.get('kind')})")
         if not result.ok:
             self.error_log.write_answer(name, arguments, result.text, output)

@@ -29,10 +29,14 @@ REWARD_ARGUMENTS = ("answer", "messages", "turns")
 
 @dataclass(frozen=True)
 class ToolResult:
-    """A tool's result. `text` is what the policy reads; `ok` is False if the tool failed or was stopped."""
+    """A tool's result. `text` is what the policy reads; `ok` is False if the tool failed or was stopped.
+
+    `images` are encoded files, which the policy reads before the text.
+    """
 
     text: str
     ok: bool
+    images: tuple[bytes, ...] = ()
 
 
 class SessionLost(Exception):

@@ -29,6 +29,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megarl.config import Config, ConfigError
 from megarl.cpu import megatron_modules
+from megarl.megatron import vision
 from megarl.megatron.gated_delta_net import use_delta_nets
 from megarl.megatron.lora import add_adapters
 from megarl.megatron.model_layers import (
@@ -46,7 +47,7 @@ from megarl.megatron.model_layers import (
 from megarl.megatron.parameter_names import named_params
 from megarl.megatron.sparse_attention import ReplayedDSAttention, SparseAttention
 from megarl.models import megatron_fields as fields
-from megarl.models import norm_counting
+from megarl.models import norm_counting, qwen_vl
 from megarl.models.deepseek_sparse import INDEXER, is_indexer
 from megarl.models.family import Extras
 from megarl.models.layout_algebra import padded_vocab
@@ -173,6 +174,7 @@ def build_chunks(
     mtp_layers: number of multi-token prediction layers. trains: wrap the chunks in DistributedDataParallel, which
     allocates gradient buffers; otherwise their weights are frozen.
     """
+    qwen_vl.check_training(hf, family_of(hf), config, role)
     settings = transformer_config(hf, config)
     settings.mtp_num_layers = mtp_layers or None
     settings.dsa_indexer_loss_coeff = config.train.indexer_loss_coef if role == "actor" and trains else 0.0
@@ -181,6 +183,8 @@ def build_chunks(
     chunks: list[Any] = [_build_chunk(hf, config, role, settings, chunk) for chunk in range(config.parallel.vpp)]
     if settings.bf16:
         chunks = [Float16Module(settings, chunk) for chunk in chunks]
+        for tower in (module.visual for chunk in chunks for module in chunk.modules() if hasattr(module, "visual")):
+            vision.restore_rope(tower)
     for router in (module for chunk in chunks for module in chunk.modules() if hasattr(module, "expert_bias")):
         # The wrapper has cast the expert bias to bf16 with everything else. Megatron casts it back only in the first
         # forward pass, which would round biases loaded before that.
@@ -214,11 +218,19 @@ def _build_chunk(
     if role != "actor":
         arguments["share_embeddings_and_output_weights"] = False
     spec = _layer_spec(settings, extras, vp_stage)
+    build_model = MTPModel if settings.mtp_num_layers else GPTModel
+    if (vision_family := family_of(hf).vision) is not None:
+        build_model = vision.VisionLanguageModel
+        rope = settings.kv_channels, arguments["rotary_base"], settings.mrope_section, vision_family.is_interleaved
+        arguments["rope"] = vision.MultimodalRope(*rope)
+        arguments["tower"] = vision.build_tower(hf, vision_family, config) if is_first else None
+        for layer in spec.layer_specs:
+            layer.module = vision.DeepstackLayer
     if settings.mtp_num_layers:
         has_te = device.has_cuda()
         mtp_spec = get_gpt_mtp_block_spec(settings, spec, use_transformer_engine=has_te, vp_stage=vp_stage)
         arguments["mtp_block_spec"] = mtp_spec if has_te else megatron_modules.adapt_local_spec(mtp_spec)
-    model = (MTPModel if settings.mtp_num_layers else GPTModel)(
+    model = build_model(
         config=settings,
         transformer_layer_spec=spec,
         pre_process=is_first,

@@ -51,6 +51,7 @@ class LocalRows(NamedTuple):
     sampling_masks: Mapping[int, SamplingMask] | None
     index_records: Mapping[int, torch.Tensor] | None = None
     indexed_layers: tuple[int, ...] = ()  # the layers with an indexer that the records of indices cover
+    images: Mapping[int, torch.Tensor] | None = None  # packed
 
     def select(self, indices: Sequence[int]) -> TrainBatch:
         """Return a batch of these sequences. Columns that this rank does not need are zeros or None."""
@@ -70,6 +71,7 @@ class LocalRows(NamedTuple):
             sparse_indices=None if self.index_records is None else tuple(self.index_records[i] for i in indices),
             counts=self.batch.counts,
             sampling_mask=None if self.sampling_masks is None else tuple(self.sampling_masks[i] for i in indices),
+            images=None if self.images is None else tuple(self.images[i] for i in indices),
             **fields,
         )
 
@@ -138,6 +140,7 @@ class BatchDispatcher:
                 None if sampling_masks is None else dict(enumerate(sampling_masks)),
                 None if indices is None else dict(enumerate(indices)),
                 () if index_shape is None else tuple(range(len(index_shape.layers))),
+                None if batch.images is None else dict(enumerate(batch.images)),
             )
         last_stages = [rank for rank, model_rank in self.model_ranks.items() if model_rank.is_last_stage]
         with_tokens = [rank for rank, model_rank in self.model_ranks.items() if model_rank.needs_tokens]
@@ -157,6 +160,7 @@ class BatchDispatcher:
             None if sampling_masks is None else self._dispatch_sampling_masks(batch, plan, sampling_masks, last_stages),
             None if indices is None else self._dispatch_indices(batch, plan, indices),
             self.this_rank.indexed_layers if self.this_rank else (),
+            None if batch.images is None else self._dispatch_images(batch, plan, batch.images),
         )
 
     def _deliver(
@@ -251,6 +255,16 @@ class BatchDispatcher:
         if self.this_rank is None or not self.this_rank.is_last_stage:
             return None
         return {index: SamplingMask(counts, rows["ids"][index]) for index, counts in rows["counts"].items()}
+
+    def _dispatch_images(
+        self, batch: TrainBatch, plan: MicroBatchPlan, images: Sequence[torch.Tensor]
+    ) -> dict[int, torch.Tensor]:
+        """Send the images of its sequences to every rank of the model: all stages need the positions of tokens."""
+        assert batch.sharding is not None and batch.sharding.image_bytes is not None
+        packed = torch.cat([torch.zeros(0, dtype=torch.uint8), *images])
+        specs: dict[str, RowSpec] = {"images": (torch.uint8, ())}
+        rows = self._deliver(batch, plan, {"images": packed}, specs, batch.sharding.image_bytes, self.model_ranks)
+        return rows["images"]
 
     def collect(
         self, batch: TrainBatch, plan: MicroBatchPlan, outputs: Sequence[MicroBatchOutput], names: Sequence[str]

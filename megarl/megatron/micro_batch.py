@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import lcm
 from typing import Any
 
@@ -20,8 +20,39 @@ from megarl.config.strict import ConfigError
 from megarl.megatron.routing_replay import ReplayShard
 from megarl.models.sparse_indices import UNUSED, select
 from megarl.parallel.context_parallel import zigzag
-from megarl.types import TOKEN_COLUMNS, SamplingMask, TrainBatch
+from megarl.types import TOKEN_COLUMNS, Image, SamplingMask, TrainBatch, mrope_positions, unpack_images
 from megarl.types.batch import REQUIRED_COLUMNS, get_declared_columns
+
+
+@dataclass(frozen=True)
+class VisionBatch:
+    """Positions and images of a micro-batch. Tensors are on the host."""
+
+    mrope: torch.Tensor  # [3, P] int64: time, row and column of each token of the whole micro-batch
+    images: tuple[Image, ...]  # with starts in the whole micro-batch
+    image_rows: torch.Tensor  # [P / cp] int64, of this rank's tokens: index among all image tokens, or -1
+
+
+def make_vision_batch(
+    batch: TrainBatch, positions: torch.Tensor, cu_seqlens: torch.Tensor, local: torch.Tensor, merge: int
+) -> VisionBatch:
+    """Build the positions and images of a micro-batch whose sequences start at `cu_seqlens`.
+
+    positions: [P], of tokens in their sequences. local: [P / cp], positions of this rank's tokens in the micro-batch.
+    merge: patches along a side of the square that an image token stands for.
+    """
+    mrope = positions.expand(3, -1).clone()
+    rows = torch.full_like(positions, -1)
+    images: list[Image] = []
+    count = 0
+    for start, length, packed in zip(cu_seqlens.tolist(), batch.lengths.tolist(), batch.images or (), strict=False):
+        own = unpack_images(packed)
+        mrope[:, start : start + length] = mrope_positions(length, own, merge)
+        for image in own:
+            rows[start + image.start : start + image.stop] = torch.arange(count, count + image.num_tokens)
+            count += image.num_tokens
+            images.append(replace(image, start=start + image.start))
+    return VisionBatch(mrope, tuple(images), rows[local])
 
 
 @dataclass(frozen=True)
@@ -37,6 +68,7 @@ class MicroBatch:
     unpadded_indices: torch.Tensor  # [T] int64, positions in the whole micro-batch of the tokens of `batch`
     sequence_positions: torch.Tensor  # [T] int64, positions of these tokens in their sequences
     packed: PackedSeqParams  # on the device
+    vision: VisionBatch | None  # of a model with a vision tower
     routing: torch.Tensor | None  # [P / cp / tp, layers of the chunk, topk] int16, like the tokens; -1 in the padding
     sparse_indices: torch.Tensor | None  # [P / cp, layers of the chunk, topk] int32, see `sparse_indices.py`
     sampling_mask: SamplingMask | None  # [P / cp] of each token's next one; stays on the host
@@ -46,7 +78,8 @@ class MicroBatch:
     def on_device(self, name: str) -> torch.Tensor:
         """Return one of the tensors above on the device. The first call copies it."""
         if name not in self._copies:
-            self._copies[name] = getattr(self, name).to(self.device)
+            source = self if hasattr(self, name) else self.vision
+            self._copies[name] = getattr(source, name).to(self.device)
         return self._copies[name]
 
     def loss_batch(self, loss: Callable[..., Any]) -> TrainBatch:
@@ -94,6 +127,7 @@ def make_micro_batch(
     mtp_layers: int = 0,
     replayed: ReplayShard | None = None,
     indexed_layers: Sequence[int] | None = None,
+    merge: int = 0,
 ) -> MicroBatch:
     """Build a micro-batch of the sequences in `batch`, all of them local; without sequences it is all padding.
 
@@ -103,6 +137,7 @@ def make_micro_batch(
     indices: the sequences' numbers in the whole batch.
     replayed: the model's share of the routing records; None for a model that routes for itself.
     indexed_layers: the layers of the records of sparse attention indices that it replays; None for none.
+    merge: patches along a side of the square that an image token stands for; 0 for a model of text alone.
     """
     unit, multiple = (2 * cp, cp * lcm(2, tp)) if cp > 1 else (1, tp)
     lengths = [-(-length // unit) * unit for length in batch.lengths.tolist()]
@@ -125,6 +160,9 @@ def make_micro_batch(
     shard_indices = zigzag(cu_seqlens, cp)
     local: Any = shard_indices[cp_rank] if cp > 1 else slice(None)
     offsets = cu_seqlens.to(device=device, dtype=torch.int32)
+    vision = make_vision_batch(batch, positions, cu_seqlens, shard_indices[cp_rank], merge) if merge else None
+    if batch.images is not None and not merge:
+        raise ConfigError("the batch has images, but the model of model.path has no vision tower")
     routing = None
     if batch.routing is not None and replayed is not None:
         record_lengths = torch.tensor([len(record) for record in batch.routing], dtype=torch.int64)
@@ -167,7 +205,7 @@ def make_micro_batch(
     packed.real_token_mask_q = is_token[local].to(device)  # for the loss of sparse attention's indexers
     return MicroBatch(
         indices=list(indices),
-        batch=batch.with_(routing=None, sparse_indices=None, sampling_mask=None),
+        batch=batch.with_(routing=None, sparse_indices=None, sampling_mask=None, images=None),
         tokens=tokens[None, local],
         positions=positions[None, local],
         next_tokens=next_tokens[:, local],
@@ -175,6 +213,7 @@ def make_micro_batch(
         unpadded_indices=unpadded,
         sequence_positions=token_positions,
         packed=packed,
+        vision=vision,
         routing=routing,
         sparse_indices=sparse_indices,
         sampling_mask=sampling_mask,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, SupportsFloat
 
@@ -18,6 +18,7 @@ from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracke
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.config import Config, ConfigError
+from megarl.data.images import ImageProcessor
 from megarl.megatron import lora, optimizer, routing_replay, sparse_attention
 from megarl.megatron.build import Role, build_chunks
 from megarl.megatron.distribution import BatchDispatcher, LocalRows, MicroBatchPlan, make_model_rank
@@ -129,6 +130,9 @@ class MegatronModel:
         with self._on_device():
             self.chunks = build_chunks(hf_config, config, role, self.mtp_layers, trains)
             family, last = family_of(hf_config), unwrap(self.chunks[-1])
+            self._merge, self._pixels = 0, lambda data: self.image_processor.pixels(data)
+            if family.vision is not None:
+                self._merge = int(family.vision.config(hf_config)["spatial_merge_size"])
             vocab_size, cap = int(family.gpt_kwargs(hf_config)["vocab_size"]), family.extras(hf_config).logit_cap
             self._reader = OutputReader(last, role, vocab_size, config.train.logits_chunk_size, cap)
             if role == "actor" and config.train.routing_replay:
@@ -158,6 +162,10 @@ class MegatronModel:
                 return
             self.optimizer = optimizer.build_optimizer(settings, self.chunks, getattr(torch, config.model.dtype))
         self.scheduler = optimizer.build_scheduler(settings, self.optimizer, total_updates)
+
+    @cached_property
+    def image_processor(self) -> ImageProcessor:
+        return ImageProcessor.load(self.config.model.path, self._merge)
 
     # ---- weights
 
@@ -413,7 +421,9 @@ class MegatronModel:
                 indexed = tuple(rows.indexed_layers.index(layer) for layer in local)
             options = mtp_layers, replay_shard, indexed
             return (
-                make_micro_batch(rows.select(indices), indices, target_device, *padding_args, *options)
+                make_micro_batch(
+                    rows.select(indices), indices, target_device, *padding_args, *options, merge=self._merge
+                )
                 for indices in track_current(micro_batches)
             )
 
@@ -430,13 +440,19 @@ class MegatronModel:
                 sparse_attention.start_micro_batch(model, keys)
             runs_mtp = bool(mtp_layers) and unwrap(model).post_process
             needs_tokens = runs_mtp or unwrap(model).pre_process
+            positions = micro.on_device("positions") if needs_tokens else None
+            image_kwargs: dict[str, Any] = {}
+            if micro.vision is not None:
+                positions = micro.on_device("mrope")
+                image_kwargs = {"vision": micro.vision, "read_pixels": self._pixels}
             output = model(
                 input_ids=micro.on_device("tokens") if needs_tokens else None,
-                position_ids=micro.on_device("positions") if needs_tokens else None,
+                position_ids=positions,
                 attention_mask=None,
                 packed_seq_params=micro.packed,
                 labels=micro.on_device("next_tokens") if runs_mtp else None,
                 **output_kwargs,
+                **image_kwargs,
             )
             return output, partial(loss_func, micro)
 

@@ -81,6 +81,12 @@ _DELTA_NETS: dict[str, Any] = (
     | {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
     | {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "n_shared_experts": 1}
 )
+_VISION_TOKENS = {
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+    "vision_start_token_id": 151652,
+    "vision_end_token_id": 151653,
+}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": SHARED | {"mlp_bias": False, "num_key_value_heads": None},
     "qwen2": SHARED,
@@ -108,6 +114,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     | {"routed_scaling_factor": 2.5, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "mlp_layer_types": None}
     | {"index_topk": 2048, "index_head_dim": 128, "index_n_heads": 32, "indexer_types": None},
     "qwen35": {key: value for key, value in _DELTA_NETS.items() if key not in ("norm_topk_prob", "n_shared_experts")},
+    "qwen25vl": SHARED | _VISION_TOKENS | {"rope_theta": 1000000.0},
+    "qwen3vlmoe": SHARED
+    | _VISION_TOKENS
+    | {"rope_theta": 500000.0, "decoder_sparse_step": 1, "mlp_only_layers": None, "norm_topk_prob": True},
     "glm4moe": EXPERTS
     | {"n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.0}
     | {"use_qk_norm": False, "partial_rotary_factor": 0.5},

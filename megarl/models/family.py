@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from megarl.models import blocks
 from megarl.models.config_json import need
-from megarl.models.layout_algebra import HFConfig, Param, split_param
+from megarl.models.layout_algebra import HFConfig, HFTensor, Param, split_param
 from megarl.models.rotary import ScaledRotary
 
 
@@ -59,6 +59,29 @@ class StoredSlice(NamedTuple):
 
 
 @dataclass(frozen=True)
+class VisionFamily:
+    """The vision tower of a family, and how images enter the text model."""
+
+    tower: Callable[[HFConfig], list[Param]]
+    """The table of the tower, which every tensor parallel rank of the first pipeline stage holds whole."""
+    config: Callable[[HFConfig], dict[str, Any]]
+    """`vision_config` with all defaults. Raises ConfigError for an option that is not implemented."""
+    is_interleaved: bool
+    """Whether time, row and column alternate among the frequencies of rotary embeddings, or have a run each."""
+    text_prefix: str = "model."
+    """Prefix of the text model's HF tensors. `layer` includes it; the engine's names begin with `model.`."""
+
+    def rename(self, params: Iterable[Param]) -> list[Param]:
+        """Put the HF names that begin with `model.` behind `text_prefix`."""
+
+        def name(tensor: HFTensor) -> HFTensor:
+            prefix, _, rest = tensor.name.partition("model.")
+            return tensor if prefix else tensor._replace(name=self.text_prefix + rest)
+
+        return [replace(param, hf=tuple(map(name, param.hf))) for param in params]
+
+
+@dataclass(frozen=True)
 class Family:
     """One model family. Every function raises ConfigError for an option it does not implement, naming the option."""
 
@@ -98,13 +121,20 @@ class Family:
     """
     num_mtp_layers: Callable[[HFConfig], int] = lambda hf: 0
     """Number of multi-token prediction layers after the decoder that are in the table."""
-
     embedding_name: str = "model.embed_tokens"
     """HF's and the engine's name of the embedding."""
+    vision: VisionFamily | None = None
+    """None for a family of text alone. With it, config.json may have the text model's keys in `text_config`."""
 
-    def embedding(self, hf: HFConfig) -> list[Param]:
-        """Return the table of the embedding."""
-        return blocks.embedding(hf, self.embedding_name)
+    def before_decoder(self, hf: HFConfig) -> list[Param]:
+        """Return the table of what precedes the decoder layers: the embedding, and the vision tower if there is one."""
+        rows = blocks.embedding(hf, self.embedding_name)
+        return rows if self.vision is None else self.vision.rename(rows) + self.vision.tower(hf)
+
+    def after_decoder(self, hf: HFConfig) -> list[Param]:
+        """Return the table of the final norm and the output layer."""
+        rows = blocks.final_params(hf)
+        return rows if self.vision is None else self.vision.rename(rows)
 
     def parser(self, hf: HFConfig) -> str:
         """Return SGLang's tool-call parser for the model of this config.json."""
@@ -128,7 +158,7 @@ class Family:
         layers = range(need(hf, "num_hidden_layers") + (self.num_mtp_layers(hf) if mtp else 0))
         experts = range(self.num_experts(hf))[:max_experts]
         rows = [row for layer in layers for row in self.layer(hf, layer, experts)]
-        table = self.embedding(hf) + rows + blocks.final_params(hf)
+        table = self.before_decoder(hf) + rows + self.after_decoder(hf)
         for param in table:
             split_param(param, tp if param.expert is None else etp, 0)  # raises if it does not divide
         return table

@@ -20,9 +20,10 @@ from megarl.models.registry import family_of, param_count, part_of
 
 
 def active_params(hf: HFConfig) -> float:
-    """Return the number of active weights per token: all but the embedding, and of the experts the chosen ones."""
+    """Return the number of active weights per token: all but embedding and vision tower, and of experts the chosen."""
     counts = param_count(hf)
-    active = float(sum(counts.values()) - counts["embedding"] - counts["experts"]) + active_expert_params(hf)
+    inactive = ("embedding", "vision tower", "experts")
+    active = float(sum(counts.values()) - sum(counts[part] for part in inactive)) + active_expert_params(hf)
     return active if counts["head"] else active + counts["embedding"]  # a tied head
 
 
@@ -173,7 +174,7 @@ def model_flops(hf: HFConfig, lora: LoraConfig | None = None, has_scalar_head: b
         is_matrix = len(param.hf[0].shape) == 2 and not param.is_buffer
         if is_matrix and is_indexer(param):  # frozen, and their input needs no gradient
             indexers += 2 * param.size
-        elif is_matrix and part_of(param) not in ("embedding", "head", "norms"):
+        elif is_matrix and part_of(param) not in ("embedding", "vision tower", "head", "norms"):
             base += (expert_share if param.expert is not None else 1.0) * param.size
     base *= 2
     recurrence = delta_net_flops(settings)

@@ -519,8 +519,16 @@ def _write(
     new_hf = _without_quantization(config or file_hf)
     key = "dtype" if "dtype" in new_hf else "torch_dtype"
     dtype_name = new_hf.get(key) if dtype is None else str(dtype).removeprefix("torch.")
-    if new_hf != file_hf or file_hf.get(key) != dtype_name:
-        (staging / "config.json").write_text(json.dumps({**new_hf, key: dtype_name}, indent=2) + "\n")
+    if dtype_name is not None:
+        new_hf = {name: _with_dtype(value, dtype_name) for name, value in new_hf.items()} | {key: dtype_name}
+    if new_hf != file_hf:
+        (staging / "config.json").write_text(json.dumps(new_hf, indent=2) + "\n")
+
+
+def _with_dtype(value: Any, dtype: str) -> Any:
+    """Return a value of config.json, with the dtype replaced if it is the configuration of a part that has one."""
+    keys = value.keys() & {"dtype", "torch_dtype"} if isinstance(value, dict) else ()
+    return {**value, **dict.fromkeys(keys, dtype)} if keys else value
 
 
 def _without_quantization(hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,6 +31,11 @@ FUSED_NORMS = {
 
 HFConfig = Mapping[str, Any]  # config.json as plain values
 
+TOWER = "visual."
+"""Prefix of the canonical names of a vision tower."""
+BEFORE_DECODER = "embedding.", TOWER
+"""Prefixes of the canonical names of what precedes the decoder layers, on the first pipeline stage."""
+
 
 class HFTensor(NamedTuple):
     """A tensor of an HF checkpoint."""

@@ -22,6 +22,8 @@ from megarl.models.family import HFConfig
 from megarl.models.fp8 import BLOCK, is_fp8, is_quantised
 from megarl.models.host_memory import checkpoint_copy
 from megarl.models.layout_algebra import (
+    BEFORE_DECODER,
+    TOWER,
     FusedSharding,
     GatedQKVSharding,
     HFTensor,
@@ -204,9 +206,9 @@ def _trained_stages(hf: HFConfig, config: Config, role: str, tokens: int) -> lis
     mtp = num_trained_mtp(hf, config) if is_actor else 0
     replays, indices = (is_actor and key for key in (config.train.routing_replay, config.train.sparse_index_replay))
     stages = []
-    indexer = is_actor and config.train.indexer_loss_coef > 0
-    all_elements = stage_elements(hf, parallel, layers, not is_actor, config.lora, bool(mtp), indexer)
-    for stage, elements in enumerate(all_elements):
+    indexer, frozen_tower = is_actor and config.train.indexer_loss_coef > 0, config.model.freeze_vision_tower
+    by_stage = stage_elements(hf, parallel, layers, not is_actor, config.lora, bool(mtp), indexer, frozen_tower)
+    for stage, elements in enumerate(by_stage):
         parts = state_bytes(elements, dp, expert_dp, size)
         states = {f"{role.replace('_', ' ')} {part}": amount for part, amount in parts.items()}
         activations, inputs = training_bytes(settings, layers, stage, parallel, tokens, size, mtp, replays, indices)
@@ -286,6 +288,7 @@ def stage_elements(
     lora: LoraConfig | None = None,
     mtp: bool = False,
     indexer: bool = False,
+    freezes_tower: bool = False,
 ) -> list[ElementCounts]:
     """Return the element counts on one rank of each pipeline stage.
 
@@ -295,12 +298,12 @@ def stage_elements(
     head: whether a value head replaces the output layer.
     mtp: include the multi-token prediction layers.
     indexer: the indexers of sparse attention are trained.
+    freezes_tower: whether a vision tower is not trained.
     """
-    by_layer = _count_elements(
-        _to_json(hf), parallel.tp, parallel.etp, parallel.ep, head, lora or LoraConfig(), mtp, indexer
-    )
+    sizes = parallel.tp, parallel.etp, parallel.ep
+    by_layer = _count_elements(_to_json(hf), *sizes, head, lora or LoraConfig(), mtp, indexer, freezes_tower)
     names: list[list[int | str]] = [list(stage) for stage in stages]
-    names[0].append("embedding")
+    names[0] += BEFORE_DECODER
     names[-1].append("final")
     if len(stages) > 1:
         names[-1].append("embedding copy")
@@ -313,7 +316,7 @@ def _sum(parts: Iterable[ElementCounts]) -> ElementCounts:
 
 @cache
 def _count_elements(
-    text: str, tp: int, etp: int, ep: int, head: bool, lora: LoraConfig, mtp: bool, indexer: bool
+    text: str, tp: int, etp: int, ep: int, head: bool, lora: LoraConfig, mtp: bool, indexer: bool, freezes_tower: bool
 ) -> dict[int | str, ElementCounts]:
     """Return a rank's element counts of each layer, of the embedding, of the final layers, and of the embedding's copy.
 
@@ -335,14 +338,16 @@ def _count_elements(
             field = "biases"
         elif is_indexer(param) and not indexer:
             field = "frozen"
+        elif freezes_tower and param.megatron.startswith(TOWER):
+            field = "frozen"
         elif lora.rank and param.slot is not None:  # adapters and a value head have no engine slot
             field = "frozen"
         layer = layer_of(param.megatron)
-        end = "embedding" if param.megatron.startswith("embedding.") else "final"
+        end = next((part for part in BEFORE_DECODER if param.megatron.startswith(part)), "final")
         part = end if layer is None else layer
         counts[part] = _sum([counts.get(part, ElementCounts()), ElementCounts(**{field: size})])
     if is_tied or mtp:
-        counts["embedding copy"] = counts["embedding"]
+        counts["embedding copy"] = counts["embedding."]
     return counts
 
 

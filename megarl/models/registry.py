@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import Config, ConfigError, plugins, strict
-from megarl.models import bailing, deepseek, deepseek_sparse, ernie, gpt_oss, gqa, mixtral, qwen3_next
+from megarl.models import bailing, deepseek, deepseek_sparse, ernie, gpt_oss, gqa, mixtral, qwen3_next, qwen_vl
 from megarl.models.config_json import has_default, need
 from megarl.models.family import CAUSAL_LM, CLASSIFIER, Family, HFConfig
-from megarl.models.layout_algebra import Param
+from megarl.models.layout_algebra import TOWER, Param
 
-_DENSE = (gqa.QWEN2, gqa.QWEN3, gqa.LLAMA, gqa.GEMMA2, qwen3_next.QWEN3_5)
+_DENSE = (gqa.QWEN2, gqa.QWEN3, gqa.LLAMA, gqa.GEMMA2, qwen3_next.QWEN3_5, qwen_vl.QWEN2_5_VL)
 _MOE = (
     gqa.QWEN3_MOE,
     deepseek.V2,
@@ -29,12 +29,15 @@ _MOE = (
     deepseek.GLM4_MOE_LITE,
     ernie.ERNIE4_5_MOE,
     bailing.LING2,
+    qwen_vl.QWEN3_VL_MOE,
 )
 _GENERATIVE = (CAUSAL_LM, "ForConditionalGeneration")
 FAMILIES: dict[str, Family] = {family.architecture: family for family in _DENSE + _MOE}
 
+VISION_FAMILIES = {name: family.vision for name, family in FAMILIES.items() if family.vision is not None}
+
 ENTRY_POINT_GROUP = "megarl.families"  # of families of other packages, each named by its architecture
-PARTS = ("embedding", "attention", "dense mlp", "experts", "router", "norms", "head")
+PARTS = ("embedding", "vision tower", "attention", "dense mlp", "experts", "router", "norms", "head")
 
 
 def family_of(hf: HFConfig) -> Family:
@@ -107,10 +110,35 @@ def load_hf_config(path: str | Path) -> dict[str, Any]:
     for key, kind in {"architectures": list[str] | None, "model_type": str | None}.items():
         # These select the family, which checks all other keys.
         strict.check_value(values.get(key), kind, f"{file}: {key}")
+    return flatten_text_config(values)
+
+
+def flatten_text_config(values: dict[str, Any]) -> dict[str, Any]:
+    """Return a config.json with the keys of its `text_config` at the top level, for Kimi-K2.5 and models with a tower.
+
+    Raises ConfigError if a key is in both places with different values.
+    """
+    text = values.get("text_config")
     if values.get("model_type") == deepseek.KIMI_K25:
-        strict.check_value(values.get("text_config"), dict, f"{file}: text_config")
+        strict.check_value(text, dict, "config.json: text_config")
         return deepseek.flatten_kimi_k25(values)
-    return values
+    name = (values.get("architectures") or [None])[0]
+    if (family := FAMILIES.get(str(name))) is None or family.vision is None or not isinstance(text, dict):
+        return values
+    outer = {key: value for key, value in values.items() if key != "text_config"}
+    inner = {key: value for key, value in text.items() if key not in ("model_type", "architectures")}
+    if inner.get("tie_word_embeddings") and not outer.get("tie_word_embeddings"):
+        outer.pop("tie_word_embeddings", None)  # as in transformers, if either is true
+    elif outer.get("tie_word_embeddings"):
+        inner.pop("tie_word_embeddings", None)
+    for key in sorted(outer.keys() & inner.keys() - _TOP_LEVEL):
+        if outer[key] != inner[key]:
+            raise ConfigError(f"config.json of {name}: {key} differs from text_config.{key}; remove one of them")
+    return inner | outer
+
+
+_TOP_LEVEL = frozenset("dtype torch_dtype transformers_version use_cache".split())
+"""Keys of config.json that do not describe the text model."""
 
 
 def num_trained_mtp(hf: HFConfig, config: Config) -> int:
@@ -139,6 +167,8 @@ def part_of(param: Param) -> str:
     name = param.megatron
     if name.startswith("embedding."):
         return "embedding"
+    if name.startswith(TOWER):
+        return "vision tower"
     if name.startswith("output_layer."):
         return "head"
     if "layernorm." in name:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from megarl.config import Config, ConfigError, load_config
 from megarl.models.layout_algebra import HFConfig
+from megarl.models.registry import VISION_FAMILIES
 from megarl.models.routing import RoutingShape, routing_shape
 from megarl.observe.rollout_log import Part, iter_rows, open_complete_parts, recorded_steps, step_folder
 from megarl.observe.rollout_table import check_turns
@@ -61,6 +62,10 @@ def check_replay(config: Config, hf: HFConfig, vocab_hash: str = "", max_step: i
     Raises:
         ConfigError: if the recording does not fit.
     """
+    if (name := next(iter(hf.get("architectures") or ()), "")) in VISION_FAMILIES:
+        raise ConfigError(
+            f"rollout.replay: recordings hold no images, which {name} reads; generate instead, without rollout.replay"
+        )
     source = ReplaySource.parse(config.rollout.replay)
     folder, key = source.folder, f"rollout.replay={config.rollout.replay}"
     if not folder.is_dir():

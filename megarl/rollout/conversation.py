@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,9 +15,19 @@ from megarl.config import ConfigError, RolloutConfig
 from megarl.engine.engine_protocol import Policy, RequestFailed
 from megarl.engine.tool_calls import ParseFunction
 from megarl.environments.process_sessions import EnvironmentPool, EnvironmentSession
-from megarl.environments.protocol import SessionLost
+from megarl.environments.protocol import SessionLost, ToolResult
 from megarl.rollout.partial_rollouts import PartialRollout, merge_turns
-from megarl.types import Message, RewardResult, Rollout, Status, Turn, as_token_ids
+from megarl.types import (
+    PLACEHOLDER,
+    Image,
+    Message,
+    RewardResult,
+    Rollout,
+    Status,
+    Turn,
+    as_token_ids,
+    sequence_images,
+)
 
 if TYPE_CHECKING:
     from megarl.rollout.session_server import SessionServer
@@ -132,7 +142,7 @@ class _Conversation:
             return
         prompt = replace(task, messages=session.messages)
         try:
-            prompt = replace(prompt, token_ids=as_token_ids(chat.encode_prompt(prompt, session.schemas)))
+            prompt = chat.render_prompt(prompt, session.schemas)
         except ConfigError as error:
             raise SessionLost(str(error)) from None
         if (length := len(prompt.token_ids)) >= config.max_context:
@@ -163,7 +173,10 @@ class _Conversation:
         budget = min(config.max_new_tokens - state.num_turn_tokens, config.max_context - len(context))
         if budget <= 0:
             return "length"
-        out = await self._policy.generate(context, {**self._params, "max_new_tokens": budget}, state.num_routed)
+        images = sequence_images(state.turns)
+        options: dict[str, Any] = {"images": images} if images else {}
+        params = {**self._params, "max_new_tokens": budget}
+        out = await self._policy.generate(context, params, state.num_routed, **options)
         turns, last_token = state.turns, None
         if len(out.token_ids):
             new_turn, last_token = out.to_turn(), int(out.token_ids[-1])
@@ -226,16 +239,23 @@ class _Conversation:
             return "max_turns" if has_call else "stop"
         calls = enumerate(reply.calls, state.tool_calls)
         work = asyncio.gather(*(self._session.call(number, call.name, call.arguments) for number, call in calls))
-        results = await self._run_unless_halted(work)
+        results = [self._check_images(result) for result in await self._run_unless_halted(work)]
+        images = [Image(data) for result in results for data in result.images]
+        counts = [len(result.images) for result in results]
         texts = [*(result.text for result in results), *([f"Error: {reply.error}"] if reply.error else ())]
         observations: list[Message] = [  # the template never sees the name of a tool that does not exist
             {"role": "tool", "name": name, "tool_call_id": call_id, "content": text}
             for name, call_id, text in zip([*names, "error"], call_ids, texts, strict=False)
         ]
         max_tokens = config.max_context - state.num_tokens - 1
-        truncated = truncate_observations(
-            chat, observations, schemas, config.max_tool_response_tokens, max_tokens, count_reserved_tokens(config)
-        )
+        encode: Callable[[Sequence[Message]], list[int]] | None = None
+        if images:
+
+            def encode(messages: Sequence[Message]) -> list[int]:
+                return chat.encode_continuation(_add_placeholders(messages, counts), schemas, images=images)
+
+        limits = config.max_tool_response_tokens, max_tokens, count_reserved_tokens(config)
+        truncated = truncate_observations(chat, observations, schemas, *limits, encode)
         num_failed = sum(not result.ok for result in results) + bool(reply.error)
         state = replace(state, tool_calls=state.tool_calls + len(results), tool_errors=state.tool_errors + num_failed)
         self.state = state
@@ -243,14 +263,24 @@ class _Conversation:
         if truncated is None:
             return "length"
         shown_messages, observation_ids = truncated
-        self._append_messages(*shown_messages)
+        self._append_messages(*_add_placeholders(shown_messages, counts))
+        placed = chat.place_images(observation_ids, images) if images else ()
         self.state = replace(
             self.state,
-            turns=(*state.turns, Turn(as_token_ids(observation_ids))),
+            turns=(*state.turns, Turn(as_token_ids(observation_ids), images=placed)),
             num_turn_tokens=0,
             is_turn_complete=False,
         )
         return None
+
+    def _check_images(self, result: ToolResult) -> ToolResult:
+        """Return a result whose images the model can read, or an error in its place."""
+        try:
+            for data in result.images:
+                self._context.chat.image_format.processor.read(data)
+        except (ConfigError, ValueError) as error:
+            return ToolResult(f"Error: the tool returned an image that cannot be read: {error}", False)
+        return result
 
     async def _run_unless_halted(self, work: Awaitable[T]) -> T:
         """Await `work`; cancel it and raise `Halted` if `halt` is set first."""
@@ -266,6 +296,18 @@ class _Conversation:
             if not working.done():
                 working.cancel()
                 await asyncio.gather(working, return_exceptions=True)
+
+
+def _add_placeholders(messages: Sequence[Message], counts: Sequence[int]) -> list[Message]:
+    """Write a placeholder for each image before the text of its tool result. counts: images of the leading results."""
+    if not any(counts):
+        return list(messages)
+    result = []
+    for number, message in enumerate(messages):
+        text = str(message["content"]).replace(PLACEHOLDER, "<image >")  # the tool's own words
+        count = counts[number] if number < len(counts) else 0
+        result.append({**message, "content": PLACEHOLDER * count + text})
+    return result
 
 
 def build_sampling_params(config: RolloutConfig, chat: ChatTemplate, greedy: bool, seed: int) -> dict[str, Any]:

@@ -62,7 +62,7 @@ class PartialRollout:
     @staticmethod
     def begin(prompt: Prompt, seed: int) -> PartialRollout:
         """Start a conversation from a rendered prompt (with `token_ids`)."""
-        return PartialRollout(prompt, seed, (Turn(prompt.token_ids),), prompt.messages)
+        return PartialRollout(prompt, seed, (Turn(prompt.token_ids, images=prompt.images),), prompt.messages)
 
     def restart(self) -> PartialRollout:
         """Close its session and start again from the original prompt."""

@@ -16,7 +16,7 @@ from megarl.config import OnWeightSync
 from megarl.engine.engine_protocol import Generation, Policy, TokenCallback
 from megarl.rollout.conversation import Halted
 from megarl.rollout.partial_rollouts import merge_turns, num_recorded
-from megarl.types import Ids, SamplingMask, as_token_ids
+from megarl.types import Ids, Image, SamplingMask, as_token_ids
 
 _RETRY_S = 0.1
 """Seconds between repeated requests to stop the policy."""
@@ -126,13 +126,20 @@ class RequestSlot:
         self._gate, self._is_idle, self._num_requests = gate, False, 0
 
     async def generate(
-        self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: TokenCallback | None = None
+        self,
+        ids: Ids | Sequence[int],
+        params: dict[str, Any],
+        routed: int = 0,
+        on_tokens: TokenCallback | None = None,
+        *,
+        images: Sequence[Image] = (),
     ) -> Generation:
         self._num_requests += 1
         self._set_idle(is_idle=False)
         async with self._gate.free_slots:
             try:
-                generation = await self._request(ids, params, routed, on_tokens)
+                options: dict[str, Any] = {"images": images} if images else {}
+                generation = await self._request(ids, params, routed, on_tokens, options)
                 while generation.finish_reason == "abort" and not self._gate.open.is_set():
                     new_ids, budget = generation.token_ids, params["max_new_tokens"] - len(generation.token_ids)
                     if len(new_ids) and int(new_ids[-1]) in params.get("stop_token_ids", ()):
@@ -143,16 +150,20 @@ class RequestSlot:
                     num_routed = num_recorded(routed, generation.routing, generation.sparse_indices)
                     context = np.concatenate([as_token_ids(ids), new_ids])
                     remaining = {**params, "max_new_tokens": budget}
-                    generation = merge_generations(
-                        generation, await self._request(context, remaining, num_routed, on_tokens)
-                    )
+                    more = await self._request(context, remaining, num_routed, on_tokens, options)
+                    generation = merge_generations(generation, more)
                 return generation
             finally:
                 self._num_requests -= 1
                 self._set_idle(is_idle=not self._num_requests)  # an agent may send concurrent requests
 
     async def _request(
-        self, ids: Ids | Sequence[int], params: dict[str, Any], num_routed: int, on_tokens: TokenCallback | None
+        self,
+        ids: Ids | Sequence[int],
+        params: dict[str, Any],
+        num_routed: int,
+        on_tokens: TokenCallback | None,
+        options: dict[str, Any],
     ) -> Generation:
         gate = self._gate
         await gate.open.wait()
@@ -160,7 +171,7 @@ class RequestSlot:
             raise Halted
         gate.count_requests(1)
         try:
-            return await gate.policy.generate(ids, params, num_routed, on_tokens)
+            return await gate.policy.generate(ids, params, num_routed, on_tokens, **options)
         finally:
             gate.count_requests(-1)
 

@@ -310,7 +310,12 @@ class ShieldedTasks:
 def make_group(prompt: Prompt, chat: ChatTemplate, seed: int, group: int, samples: int) -> Group:
     """Start a group: render the prompt if needed and derive one seed per sample."""
     if not len(prompt.token_ids):
-        prompt = replace(prompt, token_ids=as_token_ids(chat.encode_prompt(prompt)))
+        has_images = bool(prompt.images)
+        prompt = (
+            chat.render_prompt(prompt)
+            if has_images
+            else replace(prompt, token_ids=as_token_ids(chat.encode_prompt(prompt)))
+        )
     return tuple(PartialRollout.begin(prompt, derive_seed(seed, group, sample)) for sample in range(samples))
 
 

@@ -42,8 +42,11 @@ tokens before it.
 With truncated sampling, `sampling_mask` holds the ids that could have been sampled at t. Log-probs and entropies are
 then those of the distribution over these ids.
 
-`rollouts.py` has the host side, `batch.py` the training side; `arrays.py` and `comm.py` have their building blocks. An
-agent's conversation may become several sequences, which form one episode: `episodes.py`.
+A prompt or a tool result may hold images. Each stands for a run of image tokens in the turn, which the vision tower's
+features replace as inputs; like all tokens that the policy did not sample, they are outside of the loss mask.
+
+`rollouts.py` has the host side, `batch.py` the training side; `arrays.py`, `image_tokens.py` and `comm.py` have their
+building blocks. An agent's conversation may become several sequences, which form one episode: `episodes.py`.
 """
 
 # ruff: noqa: F401
@@ -51,5 +54,17 @@ from megarl.types.arrays import Ids, Logprobs, SamplingMask, as_token_ids, no_lo
 from megarl.types.batch import TOKEN_COLUMNS, BatchSharding, Counts, ModelOutput, TokenLoss, TrainBatch, reads
 from megarl.types.comm import LOCAL, AllReduce, Comm, LocalComm, local_all_reduce
 from megarl.types.episodes import Branch, Episodes
+from megarl.types.image_tokens import PLACEHOLDER, Grid, Image, mrope_positions, pack_images, unpack_images
 from megarl.types.reward_values import Reward, RewardFailure, RewardResult
-from megarl.types.rollouts import ROLLOUT_STATS, STATUSES, Message, Prompt, Rollout, Rollouts, Status, Turn, as_branches
+from megarl.types.rollouts import (
+    ROLLOUT_STATS,
+    STATUSES,
+    Message,
+    Prompt,
+    Rollout,
+    Rollouts,
+    Status,
+    Turn,
+    as_branches,
+    sequence_images,
+)

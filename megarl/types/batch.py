@@ -16,6 +16,7 @@ from megarl.config.strict import ConfigError
 from megarl.types.arrays import SamplingMask, concat
 from megarl.types.comm import LOCAL, Comm, LocalComm
 from megarl.types.episodes import Episodes
+from megarl.types.image_tokens import pack_images
 from megarl.types.rollouts import Rollout, Rollouts
 
 
@@ -30,6 +31,7 @@ class BatchSharding:
     comm: Comm = field(compare=False, repr=False)
     sampling_mask_sizes: torch.Tensor | None = None  # [N] int64 ids in the sampling masks; None without masks
     indexed_tokens: torch.Tensor | None = None  # [N] int64 tokens with recorded sparse attention indices
+    image_bytes: torch.Tensor | None = None  # [N] int64 bytes of the packed images; None without images
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class TrainBatch:
     routing: tuple[torch.Tensor, ...] | None = None  # n records as in `Rollout`; the policy's model replays them
     sparse_indices: tuple[torch.Tensor, ...] | None = None  # n records as in `Rollout`; the policy's model replays them
     sampling_mask: tuple[SamplingMask, ...] | None = None  # n masks over all tokens of a sequence, for policy models
+    images: tuple[torch.Tensor, ...] | None = None  # n results of `pack_images`; None if no sequence has images
     sharding: BatchSharding | None = None
     marked: torch.Tensor | None = None  # [T] bool, tokens that the policy loss selected from the global mini-batch
     counts: Counts | None = None  # of the global mini-batch that this batch is, or is a part of
@@ -100,7 +103,10 @@ class TrainBatch:
         sharding = None
         if not isinstance(rollouts.comm, LocalComm):
             columns = rollouts.length, rollouts.routed_tokens, rollouts.home, rollouts.local_indices
-            sharding = BatchSharding(*columns, rollouts.comm, rollouts.sampling_mask_sizes, rollouts.indexed_tokens)
+            sharding = BatchSharding(
+                *columns, rollouts.comm, rollouts.sampling_mask_sizes, rollouts.indexed_tokens, rollouts.image_bytes
+            )
+        has_images = bool((rollouts.image_bytes > 0).any())
         return TrainBatch(
             tokens=torch.from_numpy(concat([turn.token_ids for turn in turns], np.int32)),
             cu_seqlens=torch.from_numpy(starts),
@@ -114,6 +120,7 @@ class TrainBatch:
             routing=_pack_routing(rollouts),
             sparse_indices=_pack_indices(rollouts),
             sampling_mask=_pack_sampling_masks(rollouts),
+            images=tuple(pack_images(rollout.images) for rollout in rollouts.local) if has_images else None,
             sharding=sharding,
         )
 
@@ -196,11 +203,11 @@ class TrainBatch:
         shift = self.cu_seqlens[rows] - starts[:-1]
         tokens = torch.arange(int(starts[-1])) + torch.repeat_interleave(shift, lengths)
         changes: dict[str, Any] = {name: getattr(self, name)[tokens] for name in self.columns()}
-        for name in ("routing", "sparse_indices", "sampling_mask"):
+        for name in ("routing", "sparse_indices", "sampling_mask", "images"):
             if (records := getattr(self, name)) is not None:
                 changes[name] = tuple(records[row] for row in rows.tolist())
         if self.sharding is not None:
-            names = ("lengths", "routed_tokens", "home", "sampling_mask_sizes", "indexed_tokens")
+            names = ("lengths", "routed_tokens", "home", "sampling_mask_sizes", "indexed_tokens", "image_bytes")
             columns = {name: column for name in names if (column := getattr(self.sharding, name)) is not None}
             columns = {name: column[sequences] for name, column in columns.items()}
             changes["sharding"] = replace(self.sharding, local_indices=selected, **columns)
@@ -214,7 +221,9 @@ class TrainBatch:
         return tuple(name for name in TOKEN_COLUMNS if getattr(self, name) is not None)
 
 
-_OTHER_FIELDS = "cu_seqlens group episode sequence_reward routing sparse_indices sampling_mask sharding counts".split()
+_OTHER_FIELDS = (
+    "cu_seqlens group episode sequence_reward routing sparse_indices sampling_mask images sharding counts".split()
+)
 TOKEN_COLUMNS = tuple(item.name for item in fields(TrainBatch) if item.name not in _OTHER_FIELDS)
 """Names of the [T] tensors of a batch."""
 

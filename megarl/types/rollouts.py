@@ -23,6 +23,7 @@ from megarl.types.arrays import (
 )
 from megarl.types.comm import LOCAL, Comm
 from megarl.types.episodes import Branch, Episodes, assign_episode_ids
+from megarl.types.image_tokens import Image, packed_size
 from megarl.types.reward_values import RewardResult
 
 Message = dict[str, Any]
@@ -51,6 +52,8 @@ class Prompt:
     ground_truth: Any = None
     tools: tuple[str, ...] = ()
     extra: dict[str, Any] = field(default_factory=dict)
+    images: tuple[Image, ...] = ()
+    """Images of the messages, in order. The text of the messages has `image_tokens.PLACEHOLDER` for each."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", as_token_ids(self.token_ids))
@@ -78,6 +81,8 @@ class Turn:
     """Reward of an action turn by itself; a part of the rollout's reward."""
     cached_tokens: int = field(default=-1, compare=False)
     """Tokens before an action turn that the engine had in its prefix cache; -1 if not recorded."""
+    images: tuple[Image, ...] = ()
+    """Images of a prompt or a tool result, by the start of their tokens, which `token_ids` contains."""
 
     def __post_init__(self) -> None:
         logprobs = np.asarray(self.logprobs, dtype=np.float32)
@@ -89,6 +94,8 @@ class Turn:
             raise ValueError("only an action turn carries logprobs")
         if (self.reward or self.cached_tokens >= 0) and not self.is_action:
             raise ValueError("only an action turn has a reward, and cached tokens")
+        if self.images and (self.is_action or self.images[-1].stop > len(self.token_ids)):
+            raise ValueError("images are in the tokens of a prompt or of a tool result")
         if self.versions and sum(tokens for _, tokens in self.versions) != len(self.token_ids):
             raise ValueError(f"a turn of {len(self.token_ids)} tokens with versions of others: {self.versions}")
         if self.versions and self.versions[-1][0] != self.weight_version:
@@ -162,6 +169,11 @@ class Rollout:
         return sum(len(turn.token_ids) for turn in self.turns)
 
     @property
+    def images(self) -> tuple[Image, ...]:
+        """Images of all turns, with starts in the whole sequence."""
+        return sequence_images(self.turns)
+
+    @property
     def num_actions(self) -> int:
         """Number of tokens that the policy sampled."""
         return sum(len(turn.token_ids) for turn in self.turns if turn.is_action)
@@ -178,6 +190,15 @@ class Rollout:
             if message["role"] == "assistant":
                 return str(message.get("content") or "")
         return ""
+
+
+def sequence_images(turns: Sequence[Turn]) -> tuple[Image, ...]:
+    """Return the images of consecutive turns, with starts in their joined tokens."""
+    images, offset = [], 0
+    for turn in turns:
+        images += [replace(image, start=image.start + offset) for image in turn.images]
+        offset += len(turn.token_ids)
+    return tuple(images)
 
 
 def as_branches(conversations: Sequence[Rollout], episode: int) -> tuple[Rollout, ...]:
@@ -206,6 +227,7 @@ ROLLOUT_STATS: dict[str, Callable[[Rollout], float]] = {
     "routed_tokens": lambda rollout: 0 if rollout.routing is None else len(rollout.routing),
     "indexed_tokens": lambda rollout: 0 if rollout.sparse_indices is None else len(rollout.sparse_indices),
     "sampling_mask_sizes": lambda rollout: 0 if rollout.sampling_mask is None else len(rollout.sampling_mask.ids),
+    "image_bytes": lambda rollout: packed_size(rollout.images),
     "oldest_version": lambda rollout: min((version for version, _ in rollout.version_spans), default=-1),
     "rewarded_turns": lambda rollout: sum(turn.reward != 0 for turn in rollout.turns),
     "unscored": lambda rollout: len(rollout.unscored),
@@ -234,6 +256,7 @@ class Rollouts:
     routed_tokens: torch.Tensor  # [N] int64 leading tokens with recorded routing
     indexed_tokens: torch.Tensor  # [N] int64 tokens with recorded sparse attention indices
     sampling_mask_sizes: torch.Tensor  # [N] int64 ids in the sampling mask; 0 without one
+    image_bytes: torch.Tensor  # [N] int64 bytes of packed images; 0 without any
     oldest_version: torch.Tensor  # [N] int64, oldest version of the weights that sampled a token; -1 without any
     rewarded_turns: torch.Tensor  # [N] int64 turns with a reward of their own
     unscored: torch.Tensor  # [N] int64 failed parts of the reward; above 0 the rollout has no reward

@@ -178,7 +178,8 @@ LINES = [
     prompt("no role", ("not a message with role",), {"prompt": [{"content": "x"}], "ground_truth": 1}),
     prompt("an unknown role", ("'human'", "roles are"), {"prompt": [{"role": "human", "content": "x"}], "label": 1}),
     prompt("sharegpt", ("not a message with role",), {"prompt": [{"from": "human", "value": "x"}], "label": 1}),
-    prompt("a column of images", ("'images'", "only text"), {"prompt": "x", "label": 1, "images": [{"path": "a.png"}]}),
+    prompt("a missing image", ("'images'", "cannot read"), {"prompt": "x", "label": 1, "images": [{"path": "a.png"}]}),
+    prompt("a column of videos", ("'videos'", "only text"), {"prompt": "x", "label": 1, "videos": [{"path": "a.mp4"}]}),
     prompt("an image", ("'image_url'", "text"), {"prompt": [USER | {"content": [{"type": "image_url"}]}], "label": 1}),
     prompt(
         "a content part without text", ("the part",), {"prompt": [USER | {"content": [{"type": "text"}]}], "label": 1}

@@ -385,6 +385,11 @@ def save(model: PreTrainedModel, folder: Path) -> Path:
     if getattr(model.config, "num_nextn_predict_layers", 0):
         weights = folder / "model.safetensors"
         save_file(load_file(weights) | mtp_tensors(model), weights, {"format": "pt"})
+    if model.config.model_type == "qwen3_vl_moe":
+        # As published, and as SGLang reads them; transformers writes the other form, and reads both.
+        tensors = load_file(folder / "model.safetensors")
+        tensors = {name: t.mT.contiguous() if ".experts." in name else t for name, t in tensors.items()}
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     tokenizer().save_pretrained(folder)
     file = folder / "config.json"
     config = json.loads(file.read_text())

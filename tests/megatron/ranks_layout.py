@@ -23,6 +23,7 @@ import torch
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents[2] / "tools")]
 torch.set_num_threads(1)
 
+import images  # noqa: E402
 import reference  # noqa: E402
 import replay  # noqa: E402
 import sampling_masks  # noqa: E402
@@ -119,6 +120,7 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
         {"ddp": {"overlap_grad_reduce": True, "bucket_size": 10_000}} if "overlap" in OPTIONS else {}
     )
     megatron: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     if "recompute" in OPTIONS:
         megatron = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if "selective" in OPTIONS:
@@ -133,19 +135,26 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
     if layout.get("vpp", 1) > 1:
         period = tiny.HF[family].get("index_topk_freq", 1)  # of layers that share indices, which parts cannot
         tiny.HF[family]["num_hidden_layers"] = layout["pp"] * layout["vpp"] * period
+    elif layout.get("pp", 1) == 2 and family == "qwen3_vl_moe":
+        megatron["num_layers_in_first_pipeline_stage"] = 3  # those with features of images
     elif layout.get("pp", 1) > 1 and tiny.HF[family]["num_hidden_layers"] == 3:
         # Three layers split unevenly, which gives a stage without experts.
         megatron["num_layers_in_first_pipeline_stage"] = 1
     batch = tiny.pairs() if role == "reward_model" else tiny.batch()
+    if "vision_config" in tiny.HF[family]:
+        patch = tiny.HF[family]["vision_config"]["patch_size"]
+        batch = images.add(batch, patch)
+        settings |= {"path": images.processor_folder(patch), "freeze_vision_tower": False}
     if tiny.HF[family].get("num_nextn_predict_layers"):
         train["mtp_loss_coef"] = 0.3
     trainer = reference.Trainer(family, role, train.get("mtp_loss_coef", 0.0))
     weights = {name: tensor.clone() for name, tensor in trainer.tensors().items()}
-    embedding = f"{family_of(tiny.HF[family]).embedding_name}.weight"
-    weights.setdefault("lm_head.weight", weights[embedding])
+    if tiny.HF[family]["tie_word_embeddings"]:
+        embedding = f"{family_of(tiny.HF[family]).embedding_name}.weight"
+        weights.setdefault("lm_head.weight", weights[embedding])
 
     def build(budget: int = 26) -> Any:
-        overrides = {"train": {"max_tokens_per_gpu": budget, **train}, "model": {"megatron": megatron}}
+        overrides = {"train": {"max_tokens_per_gpu": budget, **train}, "model": {"megatron": megatron, **settings}}
         chosen = tiny.config(**layout, **sections, **overrides)
         layout_ranks = parallel_ranks.create_layout(chosen.parallel)
         model = MegatronModel(tiny.HF[family], chosen, layout_ranks, role, total_updates=3)  # type: ignore[arg-type]
@@ -333,8 +342,8 @@ def count_live_micro_batches(model: Any) -> Iterator[list[int]]:
     live_refs: list[list[weakref.ref[torch.Tensor]]] = []
     excess = [-allowed]
 
-    def watch(*args: Any) -> Any:
-        micro = make(*args)
+    def watch(*args: Any, **kwargs: Any) -> Any:
+        micro = make(*args, **kwargs)
         last_stage_inputs = micro.tokens, micro.batch.loss_weights  # only the last stage has loss weights
         live_refs.append([weakref.ref(tensor) for tensor in last_stage_inputs if tensor is not None])
         gc.collect()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import images
 import tiny
 import torch
 
@@ -22,9 +23,10 @@ def policy(model: Any, batch: TrainBatch, temperature: float = 1.0) -> tuple[tor
 
     A sampling mask excludes the logits of all other ids."""
     logprobs, entropies = [], []
+    patch = 0 if batch.images is None else model.config.vision_config.patch_size
     for number, (start, stop) in enumerate(sequences(batch)):
         tokens = batch.tokens[start:stop]
-        logits = model(tokens[None]).logits[0, :-1] / temperature
+        logits = model(tokens[None], **images.hf_inputs(batch, number, tokens, patch)).logits[0, :-1] / temperature
         if batch.sampling_mask is not None:
             logits = logits.masked_fill(~candidate_mask(batch.sampling_mask[number], logits.shape[1])[1:], -torch.inf)
         log_p = logits.log_softmax(-1)

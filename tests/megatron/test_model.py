@@ -22,10 +22,11 @@ MOE = "qwen3_moe:actor deepseek_v3:actor"
 DENSE = "qwen2:actor qwen3:actor llama:actor"
 # Families that share the table of another.
 SHARED_TABLES = "deepseek_llm:actor kimi_k2:actor qwen3_yarn:actor"
+VISION = "qwen2_5_vl:actor qwen3_vl_moe:actor"
 # The part of tools/check_parity.py's table that covers every feature: layout -> family:role.
 MODELS = {
-    "": f"{MOE} {DENSE} {SHARED_TABLES} gemma2:actor deepseek_v2:actor glm4_moe_mtp:actor deepseek_v3:critic "
-    "llama:reward_model qwen3_5:actor deepseek_v32:actor",
+    "": f"{MOE} {DENSE} {SHARED_TABLES} qwen3_vl_moe:actor gemma2:actor deepseek_v2:actor glm4_moe_mtp:actor "
+    "deepseek_v3:critic llama:reward_model qwen3_5:actor deepseek_v32:actor",
     "tp=2": f"{MOE} {DENSE} gemma2:actor qwen3_moe:critic",
     "pp=2": f"{MOE} {DENSE} gemma2:actor gemma2:critic deepseek_v3:critic deepseek_v3_mtp:actor",
     "ep=2,recompute": f"{MOE} deepseek_v3_mtp:actor",
@@ -44,6 +45,32 @@ MODELS["tp=2,ep=2"] += "".join(
     for name in tiny.family_names()
     if f"{name}:" not in LISTED and any("experts" in key for key in tiny.HF[name])
 )
+
+
+VISION_MODELS = {
+    "": "qwen2_5_vl:actor",
+    "tp=2": VISION,
+    "pp=2": VISION,
+    "ep=2,recompute": "qwen3_vl_moe:actor",
+    "overlap": VISION,
+    "cp=2,selective": VISION,
+    "tp=2,cp=2,ep=2": "qwen3_vl_moe:actor",
+}
+"""The same for models with a vision tower, which is trained, on sequences with images."""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("layout", VISION_MODELS, ids=title)
+def test_layout_matches_transformers_with_images(
+    layout: str, run_ranks: Callable[..., list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    models = VISION_MODELS[layout]
+    results = run_ranks(LAYOUTS[layout], "tests/megatron/ranks_layout.py", layout, models, str(tmp_path))
+    for rank, result in enumerate(results):
+        assert result.keys() == set(models.split())
+        for model, numbers in result.items():
+            assert not misses(numbers), (rank, model, {name: numbers[name] for name in misses(numbers)})
+            assert numbers.keys() >= {*FLAGS, "logprobs", "gradients", "step"}
 
 
 @pytest.mark.parametrize("layout", MODELS, ids=title)

@@ -257,6 +257,30 @@ HF["ling2"] = dict(
     rope_theta=10000.0,
 )
 
+VISION: dict[str, Any] = dict(
+    image_token_id=190,
+    video_token_id=191,
+    vision_start_token_id=192,
+    vision_end_token_id=193,
+    num_hidden_layers=3,
+    rope_theta=10000.0,
+    tie_word_embeddings=False,
+)
+TOWER: dict[str, Any] = dict(hidden_size=16, intermediate_size=24, num_heads=2, patch_size=4, out_hidden_size=32)
+HF["qwen2_5_vl"] = COMMON | VISION | dict(architectures=["Qwen2_5_VLForConditionalGeneration"], model_type="qwen2_5_vl")
+HF["qwen2_5_vl"] |= dict(
+    rope_scaling={"type": "mrope", "mrope_section": [1, 1, 2]},
+    vision_config=dict(TOWER, depth=2, patch_size=14, window_size=56, fullatt_block_indexes=[1]),
+)
+HF["qwen3_vl_moe"] = HF["qwen3_moe"] | VISION | dict(architectures=["Qwen3VLMoeForConditionalGeneration"])
+HF["qwen3_vl_moe"] |= dict(
+    model_type="qwen3_vl_moe",
+    rope_scaling={"rope_type": "default", "mrope_interleaved": True, "mrope_section": [4, 2, 2]},
+    num_hidden_layers=4,
+    vision_config=dict(TOWER, depth=4, num_position_embeddings=16, deepstack_visual_indexes=[0, 1, 2]),
+)
+VISION_KEYS = "vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"
+
 AUX_LOSSES = dict(moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.5, moe_z_loss_coeff=0.1)
 
 
@@ -282,10 +306,11 @@ def hf_model(family: str) -> Any:
 
 
 def family_names() -> list[str]:
-    """Return one of the names in `HF` for each architecture, the first."""
+    """Return one of the names in `HF` for each architecture without a vision tower, the first."""
     first: dict[str, str] = {}
     for name, hf in HF.items():
-        first.setdefault(hf["architectures"][0], name)
+        if "vision_config" not in hf:
+            first.setdefault(hf["architectures"][0], name)
     return list(first.values())
 
 
@@ -300,7 +325,12 @@ def hf_class(hf: dict[str, Any]) -> Any:
 
 def hf_config(hf: dict[str, Any]) -> Any:
     """Return the configuration object of a config.json."""
-    return hf_class(hf).config_class(**{name: value for name, value in hf.items() if name != "architectures"})
+    values = {name: value for name, value in hf.items() if name != "architectures"}
+    if "vision_config" in values:
+        outer = {key: values[key] for key in (*VISION_KEYS, "tie_word_embeddings")}
+        text = {key: value for key, value in values.items() if key not in VISION_KEYS and key != "model_type"}
+        values = {"text_config": text, **outer}
+    return hf_class(hf).config_class(**values)
 
 
 def set_latent_eps(model: Any) -> Any:
@@ -317,10 +347,14 @@ def hf_tensors(model: Any) -> dict[str, torch.Tensor]:
 
 
 def checkpoint_tensors(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return weights, or their gradients, by names in safetensors files, where each expert has its own tensors."""
+    """Return weights, or their gradients, by the names of a family's table, with tensors for each expert.
+
+    With a vision tower these are transformers' own names, otherwise those of safetensors files.
+    """
     from transformers.core_model_loading import revert_weight_conversion
 
-    return split_experts(dict(revert_weight_conversion(model, tensors)))
+    has_tower = hasattr(model.config, "vision_config")
+    return split_experts(dict(tensors if has_tower else revert_weight_conversion(model, tensors)))
 
 
 def split_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -419,7 +453,9 @@ def shard_batch(batch: TrainBatch) -> TrainBatch:
     indexed = None
     if batch.sparse_indices is not None:
         indexed = torch.tensor([len(record) for record in batch.sparse_indices])
-    sharding = BatchSharding(batch.lengths, torch.tensor(num_routed), owner, local, all_ranks, supported, indexed)
+    images = None if batch.images is None else torch.tensor([len(packed) for packed in batch.images])
+    columns = batch.lengths, torch.tensor(num_routed), owner, local, all_ranks, supported
+    sharding = BatchSharding(*columns, indexed, images)
     part = batch.select(local.tolist())
     return replace(part, group=batch.group, sequence_reward=batch.sequence_reward, sharding=sharding)
 

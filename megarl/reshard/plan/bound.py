@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megarl.config import ConfigError
-from megarl.models import blocks, fp8, int4
+from megarl.models import fp8, int4
 from megarl.models.config_json import need
 from megarl.models.layout_algebra import HFConfig, Param, matrix_shape
 from megarl.models.registry import family_of
@@ -160,7 +160,7 @@ def list_layer_columns(hf: HFConfig, train: TrainLayout, engine: EngineLayout, w
             f"ep={train.ep} does not divide the {experts} experts of a layer; sizes that do: {valid_sizes}"
         )
     layer_columns = []
-    for param in family_of(hf).embedding(hf) + blocks.final_params(hf):
+    for param in family.before_decoder(hf) + family.after_decoder(hf):
         layer_columns.append(LayerColumns(train.stage_of(param), None, _columns([param], train, engine, experts, wire)))
     kinds: dict[Any, Columns] = {}
     decoder = int(need(hf, "num_hidden_layers"))

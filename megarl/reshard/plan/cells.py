@@ -15,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 
 from megarl.config import ConfigError
-from megarl.models import blocks
 from megarl.models.config_json import need
 from megarl.models.fp8 import BLOCK, is_quantised
 from megarl.models.layout_algebra import EngineGrid, HFConfig, HFTensor, Param, layer_of, matrix_shape
@@ -86,7 +85,10 @@ def list_layer_kinds(
         raise ConfigError(f"an engine that fuses the shared expert has one, the model {shared}")
     if experts % train.ep:
         raise ConfigError(f"parallel.ep={train.ep} does not divide the model's {experts} experts")
-    layers: list[tuple[int | None, list[Param]]] = [(None, family.embedding(hf)), (None, blocks.final_params(hf))]
+    layers: list[tuple[int | None, list[Param]]] = [
+        (None, family.before_decoder(hf)),
+        (None, family.after_decoder(hf)),
+    ]
     layers += [(layer, family.engine_layer(hf, layer, range(min(1, experts)))) for layer in range(num_layers + extra)]
     kinds: dict[tuple[object, object], LayerKind] = {}
     for layer, params in layers:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from megarl.config import ConfigError
 from megarl.models import fp8, int4
 from megarl.models.layout_algebra import (
+    BEFORE_DECODER,
     PADDING,
     EngineGrid,
     EngineSlot,
@@ -135,10 +136,10 @@ class TrainLayout:
         return ranks.index(rank) if rank in ranks else None
 
     def stage_of(self, param: Param) -> int:
-        """Return the stage of a parameter: the first for the embedding, the last for what follows the decoder."""
+        """Return the stage of a parameter: the first for what precedes the decoder, the last for what follows it."""
         layer = layer_of(param.megatron)
         if layer is None:
-            return 0 if param.megatron.startswith("embedding.") else self.pp - 1
+            return 0 if param.megatron.startswith(BEFORE_DECODER) else self.pp - 1
         for stage, layers in enumerate(self.stages):
             if layer in layers:
                 return stage
