@@ -253,7 +253,12 @@ def check(options: argparse.Namespace) -> int:
     console = Console(width=None if sys.stdout.isatty() else 120)
     results: dict[str, dict[str, dict[str, float]]] = {}
 
+    def has_drafts(family: str) -> bool:
+        return family_of(tiny.HF[family]).num_mtp_layers(tiny.HF[family]) > 0
+
     def is_supported(family: str, layout: str) -> bool:
+        if "pp=" in layout and has_drafts(family) and tiny.HF[family]["tie_word_embeddings"]:
+            return False
         if "etp=2" in layout:
             try:
                 family_of(tiny.HF[family]).params(tiny.HF[family], 1, etp=2)
@@ -270,8 +275,8 @@ def check(options: argparse.Namespace) -> int:
             results[title(layout)] = run_layout(layout, families)
     for layout in options.engine:
         for family in options.family:
-            drafts = tiny.HF[family].get("num_nextn_predict_layers")  # draft layers do not change an engine's log-probs
-            if layout != "none" and is_supported(family, layout) and not drafts:
+            # Draft layers do not change an engine's log-probs.
+            if layout != "none" and is_supported(family, layout) and not has_drafts(family):
                 console.print(f"engine {title(layout)}: {family}", style="dim")
                 results.setdefault(f"engine {title(layout)}", {})[family] = run_engine(family, layout)
     console.print(table(results))

@@ -181,12 +181,13 @@ def check_drafts(hf: HFConfig, config: Config) -> None:
     rollout, path = config.rollout, Path(config.model.path)
     if rollout.num_speculative_tokens == 0:
         return
-    if (layers := family_of(hf).num_mtp_layers(hf)) != 1:
+    family = family_of(hf)
+    if (layers := family.num_mtp_layers(hf)) != 1:
         raise ConfigError(
             f"{rollout.num_speculative_tokens=} needs a model with one layer of multi-token prediction "
-            f"(num_nextn_predict_layers), but this {family_of(hf).architecture} has {layers}; set it to 0"
+            f"({family.mtp_key}), but this {family.architecture} has {layers}; set it to 0"
         )
-    prefix = f"model.layers.{hf['num_hidden_layers']}."
+    prefix = family.untrained_prefixes(hf)[0]
     if config.model.path and path.is_dir() and not any(name.startswith(prefix) for name in open_hf(path).names()):
         raise ConfigError(
             f"{rollout.num_speculative_tokens=}: config.json declares a layer of multi-token prediction, but {path} "

@@ -228,7 +228,13 @@ def _build_chunk(
             layer.module = vision.DeepstackLayer
     if settings.mtp_num_layers:
         has_te = device.has_cuda()
-        mtp_spec = get_gpt_mtp_block_spec(settings, spec, use_transformer_engine=has_te, vp_stage=vp_stage)
+        # These layers are like the last one of `like`. Models with delta nets have attention there, whatever the last
+        # decoder layer of this stage has.
+        attention, like = copy(settings), spec
+        if settings.experimental_attention_variant == "gated_delta_net":
+            attention.experimental_attention_variant = None
+            like = _layer_spec(attention, extras, vp_stage)
+        mtp_spec = get_gpt_mtp_block_spec(settings, like, use_transformer_engine=has_te, vp_stage=vp_stage)
         arguments["mtp_block_spec"] = mtp_spec if has_te else megatron_modules.adapt_local_spec(mtp_spec)
     model = build_model(
         config=settings,

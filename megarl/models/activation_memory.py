@@ -195,7 +195,10 @@ def training_bytes(
     is_last = stage == parallel.pp - 1
     layers, count = stages[stage], len(stages[stage]) // parallel.vpp
     parts = [layers[i * count : (i + 1) * count] for i in range(parallel.vpp)]
-    mtp_layers = list(stages[-1][-1:]) * mtp if is_last else []  # each costs about as much as the last layer
+    # Each costs about as much as the last layer that has attention.
+    delta_nets = settings.get("linear_attention_freq") or ()
+    with_attention = [layer for layers in stages for layer in layers if not (delta_nets and delta_nets[layer])]
+    mtp_layers = (with_attention or list(stages[-1]))[-1:] * mtp if is_last else []
     if settings.get("fp8"):  # MTP layers are not recomputed in FP8
         elements = sum(layer_elements(settings, i, parallel.etp) for i in mtp_layers) * tokens // parallel.tp
     else:

@@ -121,6 +121,8 @@ class Family:
     """
     num_mtp_layers: Callable[[HFConfig], int] = lambda hf: 0
     """Number of multi-token prediction layers after the decoder that are in the table."""
+    mtp_key: str = "num_nextn_predict_layers"
+    """Key of config.json that has this number."""
     embedding_name: str = "model.embed_tokens"
     """HF's and the engine's name of the embedding."""
     vision: VisionFamily | None = None

@@ -3,13 +3,15 @@
 A gated delta net (arXiv:2412.06464) is a linear attention: each value head keeps a matrix as its state, decays it by
 exp(g) and corrects it by the delta rule for each token. Queries, keys and values first pass a short causal convolution.
 Attention rotates a quarter of each head, and a sigmoid gate multiplies its output. Norms multiply by 1 + w, except the
-norm of the delta net's output. Experts have softmax routing and a shared expert with a gate of its own.
+norm of the delta net's output. Experts have softmax routing and a shared expert with a gate of its own. The layer of
+multi-token prediction has attention, never a delta net.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,9 +21,10 @@ from megarl.config import ConfigError, strict
 from megarl.config.strict import PositiveInt
 from megarl.models import blocks, config_json
 from megarl.models.blocks import HEADS, norm, weight
-from megarl.models.config_json import Experts, Heads, Size, need, rope_options
+from megarl.models.config_json import Experts, Few, Heads, Size, need, rope_options
 from megarl.models.family import Extras, Family, StoredSlice
 from megarl.models.layout_algebra import (
+    Dim0Sharding,
     Dim1Sharding,
     EngineQKVSharding,
     EngineSlot,
@@ -36,11 +39,18 @@ from megarl.models.layout_algebra import (
 
 LINEAR, FULL = "linear_attention", "full_attention"
 KEY_HEADS, VALUE_HEADS = "linear_num_key_heads", "linear_num_value_heads"
+MTP_KEYS = "mtp_num_hidden_layers", "num_nextn_predict_layers"
+"""Keys of the number of multi-token prediction layers: that of published Qwen3.5, and SGLang's and vLLM's own.
+
+transformers reads neither, and published Qwen3-Next has neither.
+"""
 
 _FIELDS: dict[str, Any] = {
     **dict.fromkeys((KEY_HEADS, VALUE_HEADS, "num_key_value_heads"), Heads),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "head_dim"), Size),
     **dict.fromkeys(("linear_conv_kernel_dim", "full_attention_interval"), PositiveInt),
+    **dict.fromkeys(MTP_KEYS, Few),
+    "mtp_use_dedicated_embeddings": bool,
 }
 _MOE_FIELDS: dict[str, Any] = {
     **_FIELDS,
@@ -56,7 +66,9 @@ def _layer_types(hf: HFConfig) -> list[str]:
 
 
 def _is_linear(hf: HFConfig, layer: int) -> bool:
-    """Return whether a decoder layer has a gated delta net instead of attention."""
+    """Return whether a layer has a gated delta net instead of attention. HF's numbers past the decoder are MTP layers."""
+    if layer >= need(hf, "num_hidden_layers"):
+        return False
     types = hf.get("layer_types")
     if types and hf.get("full_attention_interval") is None:
         interval = [*types, FULL].index(FULL) + 1
@@ -109,6 +121,10 @@ def _check(hf: HFConfig, fields: dict[str, Any]) -> None:
     config_json.require(hf, "attn_output_gate", True)
     config_json.require(hf, "is_causal", True)
     config_json.require(hf, "output_gate_type", None, ("silu", "swish"))
+    config_json.require_same(hf, *MTP_KEYS)
+    for key in MTP_KEYS:
+        config_json.require(hf, key, 0, (1,))  # SGLang's draft model has one layer
+    config_json.require(hf, "mtp_use_dedicated_embeddings", False)
     keys, values = need(hf, KEY_HEADS), need(hf, VALUE_HEADS)
     if values % keys:
         raise ConfigError(f"config.json: {KEY_HEADS}={keys} does not divide {VALUE_HEADS}={values}")
@@ -308,6 +324,12 @@ def _delta_net(hf: HFConfig, megatron: str, hf_layer: str, grouped: bool) -> lis
 
 
 def _layer(hf: HFConfig, layer: int, mlp: list[Param], grouped: bool) -> list[Param]:
+    """Return the table of a layer with the given MLP."""
+    rows = _decoder_layer(hf, layer, mlp, grouped)
+    return rows if layer < need(hf, "num_hidden_layers") else _mtp_layer(hf, layer, rows)
+
+
+def _decoder_layer(hf: HFConfig, layer: int, mlp: list[Param], grouped: bool) -> list[Param]:
     megatron, hf_layer, hidden = f"decoder.layers.{layer}", f"model.layers.{layer}", need(hf, "hidden_size")
     attention = f"{megatron}.self_attention", hf_layer
     return [
@@ -340,6 +362,37 @@ def _dense_layer(hf: HFConfig, layer: int, experts: Iterable[int]) -> list[Param
     return _layer(hf, layer, blocks.dense_mlp(hf, layer), grouped=False)
 
 
+def num_mtp_layers(hf: HFConfig) -> int:
+    return max(int(hf.get(key) or 0) for key in MTP_KEYS)
+
+
+def _mtp_layer(hf: HFConfig, layer: int, rows: list[Param]) -> list[Param]:
+    """Return the table of a multi-token prediction layer, whose embedding and head are the model's own.
+
+    The engine keeps it in a draft model of one layer. Its joint projection sees the embedding before the state, as
+    Megatron's does.
+
+    rows: of a decoder layer with this number.
+    """
+    hidden, number = need(hf, "hidden_size"), layer - need(hf, "num_hidden_layers")
+    megatron, decoder, inner = f"mtp.layers.{number}", f"decoder.layers.{layer}.", f"model.layers.{layer}."
+    norms = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "final_layernorm": "norm"}
+    slots = {"norm": "model.norm.weight"}  # of those that the draft model has in a module
+    result = [
+        weight(f"{megatron}.{name}", f"mtp.{own}", (hidden,), Replicated(), slot=slots.get(own, f"{own}.weight"))
+        for name, own in norms.items()
+    ]
+    joint = weight(f"{megatron}.eh_proj", "mtp.fc", (hidden, 2 * hidden), Replicated(), slot="fc.weight")
+    result.append(replace(joint, sharding=Dim0Sharding(hidden, "hidden_size")))
+    for row in rows:
+        assert row.slot is not None
+        name = row.megatron.replace(decoder, f"{megatron}.transformer_layer.")
+        tensors = tuple(tensor._replace(name=tensor.name.replace(inner, f"mtp.layers.{number}.")) for tensor in row.hf)
+        slot = replace(row.slot, name=row.slot.name.replace(inner, f"model.layers.{number}."))
+        result.append(replace(row, megatron=name, hf=tensors, slot=slot))
+    return [replace(row, slot=replace(row.slot, is_draft=True)) for row in result if row.slot is not None]
+
+
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
@@ -369,6 +422,7 @@ QWEN3_NEXT = Family(
     tool_call_parser="qwen25",
     extras=_extras,
     untrained_prefixes=lambda hf: ("mtp.",),
+    num_mtp_layers=num_mtp_layers,
 )
 QWEN3_5_MOE = Family(
     "Qwen3_5MoeForCausalLM",
@@ -381,6 +435,8 @@ QWEN3_5_MOE = Family(
     tool_call_parser="qwen3_coder",
     extras=_extras,
     untrained_prefixes=lambda hf: ("mtp.",),
+    num_mtp_layers=num_mtp_layers,
+    mtp_key=MTP_KEYS[0],
     stored_slice=_stored_slice,
 )
 QWEN3_5 = Family(
@@ -394,4 +450,6 @@ QWEN3_5 = Family(
     tool_call_parser="qwen3_coder",
     extras=_extras,
     untrained_prefixes=lambda hf: ("mtp.",),
+    num_mtp_layers=num_mtp_layers,
+    mtp_key=MTP_KEYS[0],
 )

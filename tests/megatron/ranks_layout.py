@@ -145,7 +145,7 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
         patch = tiny.HF[family]["vision_config"]["patch_size"]
         batch = images.add(batch, patch)
         settings |= {"path": images.processor_folder(patch), "freeze_vision_tower": False}
-    if tiny.HF[family].get("num_nextn_predict_layers"):
+    if family_of(tiny.HF[family]).num_mtp_layers(tiny.HF[family]):
         train["mtp_loss_coef"] = 0.3
     trainer = reference.Trainer(family, role, train.get("mtp_loss_coef", 0.0))
     weights = {name: tensor.clone() for name, tensor in trainer.tensors().items()}

@@ -176,6 +176,10 @@ HF["qwen3_5"] = {
     key: value for key, value in HF["qwen3_next"].items() if key in COMMON or "linear" in key or "full" in key
 } | dict(architectures=["Qwen3_5ForCausalLM"], head_dim=16, partial_rotary_factor=0.5, rope_theta=10000.0)
 HF["qwen3_5"]["tie_word_embeddings"] = True
+# The last decoder layer has a delta net, the MTP layer attention.
+HF["qwen3_next_mtp"] = HF["qwen3_next"] | dict(num_hidden_layers=3, num_nextn_predict_layers=1)
+HF["qwen3_5_moe_mtp"] = HF["qwen3_5_moe"] | dict(mtp_num_hidden_layers=1)
+HF["qwen3_5_mtp"] = HF["qwen3_5"] | dict(mtp_num_hidden_layers=1)
 HF["deepseek_v3_mtp"] = HF["deepseek_v3"] | dict(num_nextn_predict_layers=2)
 HF["glm4_moe_mtp"] = HF["glm4_moe"] | dict(num_nextn_predict_layers=1)
 
@@ -286,13 +290,13 @@ AUX_LOSSES = dict(moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=
 
 def hf_model(family: str) -> Any:
     """Return transformers' model in fp32 with seeded weights, and with norms and biases that are not ones and zeros."""
+    import mtp
+
     config = hf_config(HF[family])
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     model = hf_class(HF[family])(config).float().eval()
-    if HF[family].get("num_nextn_predict_layers"):
-        import mtp
-
+    if mtp.num_layers(config):
         mtp.add_layers(model)
     set_latent_eps(model)
     generator = torch.Generator().manual_seed(1)
