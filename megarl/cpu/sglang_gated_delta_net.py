@@ -3,6 +3,10 @@
 SGLang calls them from its package of kernels for CPUs with AMX, which `stubs/sgl_kernel` stands in for. A request has a
 state in each layer with a delta net, in a slot of two pools: the last inputs of the convolution, [channels, width - 1],
 and the state of the delta rule, [heads, value size, key size]. The kernels read and write these slots.
+
+In speculative decoding the policy runs over a window of tokens of each request, of which it keeps a part. The kernels
+then leave the slots as they are and write what they would be after each token of the window, "intermediate" states,
+from which `keep_accepted` takes those after the last kept tokens.
 """
 
 from __future__ import annotations
@@ -21,6 +25,9 @@ def install() -> None:
     from sglang.kernels.ops.attention.fla import fused_norm_gate, layernorm_gated
     from sglang.kernels.ops.elementwise import elementwise
     from sglang.srt.configs.qwen3_next import Qwen3NextConfig
+    from sglang.srt.layers.attention import hybrid_linear_attn_backend
+
+    hybrid_linear_attn_backend.scatter_mamba_states_after_mtp_verify = keep_accepted
 
     # For AMX, SGLang pads the numbers of heads. The plug-in keeps them, see `sglang_plugin`.
     for name in ("linear_num_key_heads", "linear_num_value_heads"):
@@ -79,13 +86,28 @@ def causal_conv1d_update_cpu(
     activation: str | None,
     *,
     conv_state_indices: torch.Tensor,
+    intermediate_conv_window: torch.Tensor | None = None,
+    intermediate_state_indices: torch.Tensor | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """Convolve a new token of each request, [requests, channels], and add it to the stored inputs."""
+    """Convolve a new token of each request, [requests, channels], or a window of n, [requests, channels, n].
+
+    Add the token to the stored inputs. For windows, store the inputs after token t in intermediate_conv_window[row, t],
+    with a row in intermediate_state_indices for each request.
+    """
     slots, past = conv_state_indices.long(), weight.shape[1] - 1
-    inputs = torch.cat([conv_states[slots][..., -past:].to(x.dtype), x[..., None]], dim=-1)
-    conv_states[slots] = inputs[..., 1:].to(conv_states.dtype)
-    return _convolve(inputs, weight, bias, activation)[..., 0]
+    tokens = x if x.dim() == 3 else x[..., None]
+    inputs = torch.cat([conv_states[slots][..., -past:].to(x.dtype), tokens], dim=-1)
+    if intermediate_conv_window is None:
+        conv_states[slots] = inputs[..., 1:].to(conv_states.dtype)
+    else:
+        assert intermediate_state_indices is not None
+        rows = intermediate_state_indices.long()
+        for t in range(tokens.shape[-1]):
+            after = inputs[..., t + 1 : t + 1 + past]
+            intermediate_conv_window[rows, t] = after.to(intermediate_conv_window.dtype)
+    y = _convolve(inputs, weight, bias, activation)
+    return y.mT.contiguous().mT.view_as(x)  # a token's channels next to each other
 
 
 def _convolve(
@@ -163,18 +185,56 @@ def _delta_rule_update(
     use_qk_l2norm_in_kernel: bool,
     softplus_beta: float,
     softplus_threshold: float,
+    is_kda: bool = False,
+    disable_state_update: bool = False,
+    intermediate_states_buffer: torch.Tensor | None = None,
+    intermediate_state_indices: torch.Tensor | None = None,
+    cache_steps: int | None = None,
+    retrieve_parent_token: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the output of one new token per request, [1, requests, heads, value size], and update the states."""
-    assert use_qk_l2norm_in_kernel and softplus_beta == 1.0
-    repeats, slots = v.shape[2] // k.shape[2], initial_state_indices.long()
+    """Return the output of the new tokens, [1, requests * n, heads, value size], and update the states.
+
+    A request has n = 1 new token, or a window of n = cache_steps. For windows, store the state after token t in
+    intermediate_states_buffer[row, t] instead, with a row in intermediate_state_indices for each request.
+    """
+    assert use_qk_l2norm_in_kernel and softplus_beta == 1.0 and not is_kda and retrieve_parent_token is None
+    repeats, slots, n = v.shape[2] // k.shape[2], initial_state_indices.long(), cache_steps or 1
     queries, keys = (l2norm(x[0].float()).repeat_interleave(repeats, dim=1) for x in (q, k))
-    decay, strength = _gates(A_log, a, b, dt_bias)
-    state = initial_state_source[slots].float() * decay.exp()[..., None, None]  # [requests, heads, value, key]
-    written = (v[0].float() - (state @ keys[..., None])[..., 0]) * strength[..., None]
-    state = state + written[..., None] * keys[..., None, :]
-    initial_state_source[slots] = state.to(initial_state_source.dtype)
-    output = (state @ queries[..., None])[..., 0] * q.shape[-1] ** -0.5
-    return output[None].to(v.dtype)
+    decays, strengths = _gates(A_log, a, b, dt_bias)
+    windows = (x.unflatten(0, (-1, n)).unbind(1) for x in (queries, keys, v[0].float(), decays.exp(), strengths))
+    state = initial_state_source[slots].float()  # [requests, heads, value, key]
+    outputs = []
+    for t, (query, key, value, decay, strength) in enumerate(zip(*windows, strict=True)):
+        state = state * decay[..., None, None]
+        written = (value - (state @ key[..., None])[..., 0]) * strength[..., None]
+        state = state + written[..., None] * key[..., None, :]
+        outputs.append((state @ query[..., None])[..., 0] * q.shape[-1] ** -0.5)
+        if intermediate_states_buffer is not None and intermediate_state_indices is not None:
+            rows = intermediate_state_indices[: len(state)].long()
+            intermediate_states_buffer[rows, t] = state.to(intermediate_states_buffer.dtype)
+    if not disable_state_update:
+        initial_state_source[slots] = state.to(initial_state_source.dtype)
+    return torch.stack(outputs, dim=1).flatten(0, 1)[None].to(v.dtype)
+
+
+def keep_accepted(
+    caches: Any,
+    slots: torch.Tensor,
+    last_steps: torch.Tensor,
+    tracked_slots: torch.Tensor | None,
+    tracked_steps: torch.Tensor | None,
+    src_indices_raw: torch.Tensor | None = None,
+) -> None:
+    """Set the states of requests, in all layers, to those after the last kept tokens of their windows.
+
+    caches: the pools, [layers, slots, ...], and the intermediate states, [layers, requests, n, ...].
+    last_steps: index of the last kept token of each request. The further arguments are for caches that only GPUs have.
+    """
+    assert tracked_slots is None and src_indices_raw is None
+    rows = torch.arange(len(last_steps))
+    states = [(caches.temporal, caches.intermediate_ssm)]
+    for pool, after in states + list(zip(caches.conv, caches.intermediate_conv_window, strict=True)):
+        pool[:, slots.long()] = after[:, rows, last_steps.long()]
 
 
 # --- Qwen3.5's fused operators ---------------------------------------------------------------------------------------
@@ -223,7 +283,10 @@ OPERATORS: dict[str, Any] = {
     "fused_gdn_gating_cpu(Tensor A_log, Tensor a, Tensor b, Tensor dt_bias) -> (Tensor, Tensor)": _fused_gdn_gating,
     "fused_sigmoid_gating_delta_rule_update_cpu(Tensor A_log, Tensor dt_bias, Tensor q, Tensor k, Tensor v, Tensor a, "
     "Tensor b, Tensor(a!) initial_state_source, Tensor initial_state_indices, Tensor cu_seqlens, "
-    "bool use_qk_l2norm_in_kernel, float softplus_beta, float softplus_threshold) -> Tensor": _delta_rule_update,
+    "bool use_qk_l2norm_in_kernel, float softplus_beta, float softplus_threshold, bool is_kda=False, "
+    "bool disable_state_update=False, Tensor(b!)? intermediate_states_buffer=None, "
+    "Tensor? intermediate_state_indices=None, int? cache_steps=None, Tensor? retrieve_parent_token=None) "
+    "-> Tensor": _delta_rule_update,
     "fused_qk_gemma_rmsnorm_cpu(Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, float eps, int head_dim) "
     "-> (Tensor, Tensor)": _qk_norm,
     "fused_qk_gemma_rmsnorm_with_gate_cpu(Tensor q_gate, Tensor k, Tensor q_weight, Tensor k_weight, float eps, "

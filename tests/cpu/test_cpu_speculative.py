@@ -119,11 +119,13 @@ def test_top_k_and_top_p_probabilities() -> None:
     assert torch.equal(on_cpu.keep_top_p(p, torch.tensor([1.0, 1.0])), p)
 
 
-@pytest.fixture(scope="module")
-def drafting_engine(host: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
-    with start_engine(
-        host, predictable_policy(), tmp_path_factory.mktemp("drafting"), num_speculative_tokens=DRAFTS
-    ) as running:
+@pytest.fixture(scope="module", params=["deepseek_v3", "qwen3_next", "qwen3_5_moe"])
+def drafting_engine(
+    request: pytest.FixtureRequest, host: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningEngine]:
+    """The last two have delta nets, whose states after rejected drafts must not count."""
+    policy, folder = predictable_policy(build=getattr(tiny_models, request.param)), tmp_path_factory.mktemp("drafting")
+    with start_engine(host, policy, folder, num_speculative_tokens=DRAFTS) as running:
         yield running
 
 
@@ -213,7 +215,8 @@ def test_orders_write_the_policy_and_its_draft_model(
 ) -> None:
     """Write other weights, MLA's derived ones included, then restore both models."""
     engine, layout = drafting_engine.engine, EngineLayout(1, draft=True)
-    new = predictable_policy(seed=6)
+    name = drafting_engine.model.config.model_type.removesuffix("_text")
+    new = predictable_policy(seed=6, build=getattr(tiny_models, name))
     folder = tiny_models.save(new, tmp_path_factory.mktemp("ordered"))
     overwrite_weights(engine, layout, folder, 7)
     assert_matches_transformers(engine, new, 7)

@@ -60,6 +60,15 @@ def deepseek_v32_with_mtp(seed: int) -> PreTrainedModel:
     return tiny_models.deepseek_v32(seed, num_nextn_predict_layers=1)
 
 
+def qwen3_next_with_mtp(seed: int) -> PreTrainedModel:
+    """With its multi-token-prediction layer, which has attention; the last decoder layer has a delta net."""
+    return tiny_models.qwen3_next(seed, num_hidden_layers=3, num_nextn_predict_layers=1)
+
+
+def qwen3_5_moe_with_mtp(seed: int) -> PreTrainedModel:
+    return tiny_models.qwen3_5_moe(seed, mtp_num_hidden_layers=1)
+
+
 def make_case(family: str) -> Any:
     """Return the arguments for a family without its own builder, with a draft model if it has MTP layers."""
     has_mtp = f"{family}_mtp" in tiny.HF
@@ -79,8 +88,8 @@ def make_case(family: str) -> Any:
         (glm4_moe_with_mtp, EngineLayout(2, ep=2, draft=True)),
         (tiny_models.kimi_k2, EngineLayout(2, ep=2)),
         pytest.param(tiny_models.gpt_oss, EngineLayout(2), marks=pytest.mark.nightly),
-        pytest.param(tiny_models.qwen3_next, EngineLayout(2), marks=pytest.mark.nightly),
-        pytest.param(tiny_models.qwen3_5_moe, EngineLayout(2, ep=2), marks=pytest.mark.nightly),
+        pytest.param(qwen3_next_with_mtp, EngineLayout(2, draft=True), marks=pytest.mark.nightly),
+        pytest.param(qwen3_5_moe_with_mtp, EngineLayout(2, ep=2, draft=True), marks=pytest.mark.nightly),
         pytest.param(deepseek_v32_with_mtp, EngineLayout(2, draft=True), marks=pytest.mark.nightly),
         pytest.param(tiny_models.glm_moe_dsa, EngineLayout(2, ep=2), marks=pytest.mark.nightly),
         *map(make_case, tiny_models.families_without_builder()),
@@ -95,8 +104,8 @@ def make_case(family: str) -> Any:
         "glm4_moe-tp2-ep2-draft",
         "kimi_k2-tp2-ep2",
         "gpt_oss-tp2",
-        "qwen3_next-tp2",
-        "qwen3_5_moe-tp2-ep2",
+        "qwen3_next-tp2-draft",
+        "qwen3_5_moe-tp2-ep2-draft",
         "deepseek_v32-tp2-draft",
         "glm_moe_dsa-tp2-ep2",
         *[None] * len(tiny_models.families_without_builder()),

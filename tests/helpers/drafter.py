@@ -1,10 +1,10 @@
-"""A reference of SGLang's draft model in transformers. DeepSeek-V3's multi-token-prediction layer is a model of one
-layer; its input combines a token's embedding with the policy's last hidden state before it, both normalized."""
+"""A reference of SGLang's draft model in transformers. The multi-token-prediction layer is a model of one layer; its
+input combines a token's embedding with the policy's last hidden state before it, both normalized."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,13 +12,15 @@ from typing import Any
 import tiny_models
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import DeepseekV3ForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 
-def predictable_policy(seed: int = 0, **changes: Any) -> PreTrainedModel:
+def predictable_policy(
+    seed: int = 0, build: Callable[..., PreTrainedModel] = tiny_models.deepseek_v3, **changes: Any
+) -> PreTrainedModel:
     """Return a policy that favors the token id 7 above the last one. Its multi-token-prediction layer shares the
     embedding and head and does so, too, so some drafts are accepted and others are not."""
-    model = tiny_models.deepseek_v3(seed, num_nextn_predict_layers=1, **changes)
+    model = build(seed, num_nextn_predict_layers=1, **changes)
     with torch.no_grad():
         embedding = model.model.embed_tokens.weight
         model.lm_head.weight.add_(1.5 * embedding.roll(7, 0))
@@ -31,29 +33,37 @@ class Drafter:
 
     def __init__(self, policy: PreTrainedModel, folder: Path) -> None:
         self.policy = policy
-        prefix = f"model.layers.{policy.config.num_hidden_layers}."
-        tensors = {
-            name.removeprefix(prefix): tensor
-            for name, tensor in load_file(folder / "model.safetensors").items()
-            if name.startswith(prefix)
-        }
-        self.enorm, self.hnorm = tensors.pop("enorm.weight"), tensors.pop("hnorm.weight")
-        self.eh_proj = tensors.pop("eh_proj.weight")
+        tensors = load_file(folder / "model.safetensors")
+        config = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": 1}
+        if "mtp.fc.weight" in tensors:
+            prefix, inner, config["layer_types"] = "mtp.", "layers.0.", ["full_attention"]
+            names = "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"
+            shared = {name: tensors[name] for name in ("model.embed_tokens.weight", "lm_head.weight")}
+        else:
+            prefix, inner = f"model.layers.{policy.config.num_hidden_layers}.", ""
+            names = "enorm", "hnorm", "eh_proj", "shared_head.norm"
+            config["first_k_dense_replace"] = 0
+            copies = {"model.embed_tokens": "embed_tokens", "lm_head": "shared_head.head"}
+            shared = {f"{name}.weight": tensors.pop(f"{prefix}{own}.weight") for name, own in copies.items()}
+        self.enorm, self.hnorm, self.eh_proj, last_norm = (tensors.pop(f"{prefix}{name}.weight") for name in names)
+        self.is_zero_centered = inner != ""
         renamed = {
-            "model.embed_tokens.weight": tensors.pop("embed_tokens.weight"),
-            "model.norm.weight": tensors.pop("shared_head.norm.weight"),
-            "lm_head.weight": tensors.pop("shared_head.head.weight"),
-            **{f"model.layers.0.{name}": tensor for name, tensor in tensors.items()},
+            "model.norm.weight": last_norm,
+            **shared,
+            **{
+                f"model.layers.0.{name.removeprefix(prefix + inner)}": tensor
+                for name, tensor in tensors.items()
+                if name.startswith(prefix + inner)
+            },
         }
-        config = json.loads((folder / "config.json").read_text())
-        config |= {"num_hidden_layers": 1, "first_k_dense_replace": 0}
         with TemporaryDirectory() as scratch:
             Path(scratch, "config.json").write_text(json.dumps(config))
             save_file(renamed, Path(scratch, "model.safetensors"), {"format": "pt"})
-            self.layer = DeepseekV3ForCausalLM.from_pretrained(scratch, dtype=torch.float32).eval()
+            self.layer = type(policy).from_pretrained(scratch, dtype=torch.float32).eval()
 
     def _normalize(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return x * (x.square().mean(-1, keepdim=True) + self.policy.config.rms_norm_eps).rsqrt() * weight
+        factor = (x.square().mean(-1, keepdim=True) + self.policy.config.rms_norm_eps).rsqrt()
+        return x * factor * (weight + self.is_zero_centered)
 
     @torch.no_grad()
     def propose(self, ids: Sequence[int], number: int) -> list[int]:

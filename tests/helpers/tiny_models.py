@@ -226,38 +226,54 @@ def _sparse() -> dict[str, Any]:
     }
 
 
+MTP_KEYS = "num_nextn_predict_layers", "mtp_num_hidden_layers"
+
+
+def has_mtp(model: PreTrainedModel) -> bool:
+    return any(getattr(model.config, key, 0) for key in MTP_KEYS)
+
+
 def mtp_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Return the tensors of a model's multi-token-prediction layer, by HF's names; transformers has no such layer.
 
-    They are random, except that an identity is added to eh_proj where it reads the embedding, so that predictions
-    depend on the previous token, and attention is strong enough to change them. Embedding and head are copies of the
-    model's, as in HF's checkpoints.
+    They are random, except that an identity is added to the joint projection where it reads the embedding, so that
+    predictions depend on the previous token, and attention is strong enough to change them. Embedding and head are
+    copies of the model's, as in HF's checkpoints, or shared with the model in those of Qwen.
     """
     config, number, width = model.config, model.config.num_hidden_layers, model.config.hidden_size
-    assert config.num_nextn_predict_layers == 1
     seed = int(model.lm_head.weight.detach().abs().sum())  # the layer depends on the model
     values = {
         key: value for key, value in config.to_dict().items() if not key.endswith(("layer_types", "indexer_types"))
     }
-    with_mtp = type(model)(type(config)(**(values | {"num_hidden_layers": number + 1})))
+    is_qwen = hasattr(config, "linear_num_key_heads")
+    values |= {"num_hidden_layers": number + 1} | ({"layer_types": ["full_attention"] * (number + 1)} if is_qwen else {})
+    with_mtp = type(model)(type(config)(**values))
     with TemporaryDirectory() as folder:  # saving names the experts
         randomize(with_mtp, seed).save_pretrained(folder)
         layer = load_file(Path(folder, "model.safetensors"))
     generator = torch.Generator().manual_seed(seed + 1)
     joint = torch.randn(width, 2 * width, generator=generator) / (2 * width) ** 0.5
     joint[:, :width] += 4 * torch.eye(width)
-    norms = {name: 1 + 0.1 * torch.randn(width, generator=generator) for name in ("enorm", "hnorm", "shared_head.norm")}
+    first, second, last = (0.1 * torch.randn(width, generator=generator) + (not is_qwen) for _ in range(3))
+    prefix = f"model.layers.{number}."
+    layer[f"{prefix}self_attn.o_proj.weight"] *= 10
+    layer = {name: tensor for name, tensor in layer.items() if name.startswith(prefix)}
+    if is_qwen:
+        return {name.replace(prefix, "mtp.layers.0."): tensor for name, tensor in layer.items()} | {
+            "mtp.fc.weight": joint,
+            "mtp.pre_fc_norm_embedding.weight": first,
+            "mtp.pre_fc_norm_hidden.weight": second,
+            "mtp.norm.weight": last,
+        }
     own_tensors = {
-        **{f"{name}.weight": tensor for name, tensor in norms.items()},
+        "enorm.weight": first,
+        "hnorm.weight": second,
+        "shared_head.norm.weight": last,
         "eh_proj.weight": joint,
         "embed_tokens.weight": model.model.embed_tokens.weight.detach().clone(),
         "shared_head.head.weight": model.lm_head.weight.detach().clone(),
     }
-    prefix = f"model.layers.{number}."
-    layer[f"{prefix}self_attn.o_proj.weight"] *= 10
-    return {name: tensor for name, tensor in layer.items() if name.startswith(prefix)} | {
-        prefix + name: tensor for name, tensor in own_tensors.items()
-    }
+    return layer | {prefix + name: tensor for name, tensor in own_tensors.items()}
 
 
 def kimi_k2(seed: int = 0) -> PreTrainedModel:
@@ -379,10 +395,10 @@ def qwen3_5_moe(seed: int = 0, **changes: Any) -> PreTrainedModel:
 def save(model: PreTrainedModel, folder: Path) -> Path:
     """Write the model, the tokenizer, and config fields that SGLang reads but transformers does not write.
 
-    If the config has num_nextn_predict_layers=1, which transformers ignores, also write `mtp_tensors`.
+    If the config has a multi-token-prediction layer, which transformers ignores, also write `mtp_tensors`.
     """
     model.save_pretrained(folder)
-    if getattr(model.config, "num_nextn_predict_layers", 0):
+    if has_mtp(model):
         weights = folder / "model.safetensors"
         save_file(load_file(weights) | mtp_tensors(model), weights, {"format": "pt"})
     if model.config.model_type == "qwen3_vl_moe":
