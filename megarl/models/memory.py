@@ -150,6 +150,9 @@ def plan_memory(
         engine["engine KV cache"] = cached * kv_elements(hf, rollout.tp, drafts) * size
         if request_states := state_bytes_of_delta_nets(hf, rollout.tp, size):
             slots = int(rollout.sglang.get("max_mamba_cache_size") or STATES_PER_REQUEST * rollout.concurrency)
+            if drafts:  # those after each token of a window, of which the rejected are dropped
+                requests = int(rollout.sglang.get("max_running_requests") or rollout.concurrency)
+                slots += (requests + 1) * (rollout.num_speculative_tokens + 1)
             engine["engine states"] = slots * request_states
     lead_stages: Sequence[InferenceStage | TrainedStage] = inference.get(lead) or trained.get(lead) or ()
     layers = [stage.layers for stage in lead_stages] or [()]

@@ -66,7 +66,7 @@ def _layer_types(hf: HFConfig) -> list[str]:
 
 
 def _is_linear(hf: HFConfig, layer: int) -> bool:
-    """Return whether a layer has a gated delta net instead of attention. HF's numbers past the decoder are MTP layers."""
+    """Return whether a layer has a gated delta net instead of attention. Layers past the decoder, MTP's, have none."""
     if layer >= need(hf, "num_hidden_layers"):
         return False
     types = hf.get("layer_types")

@@ -42,7 +42,13 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
         ("deepseek_v3_mtp", "actor", {"layers": 4, "train": {"mtp_loss_coef": 0.3}}, "tp=2", ("", "pp=2", "ep=2")),
         ("qwen3_moe", "actor", {"layers": 4, "lora": {"rank": 4}}, "tp=2,ep=2", ("", "pp=2", "tp=2,etp=2")),
         ("qwen3_moe", "actor", {"layers": 4, "model": {"dtype": "bfloat16"}}, "pp=2", ("", "tp=2,ep=2")),
-        ("qwen3_next", "actor", {"layers": 4}, "tp=2", ("", "pp=2", "tp=2,cp=2,ep=2")),
+        (
+            "qwen3_next_mtp",
+            "actor",
+            {"layers": 4, "train": {"mtp_loss_coef": 0.3}},
+            "tp=2",
+            ("", "pp=2", "tp=2,cp=2,ep=2"),
+        ),
     ],
     ids=["moe from one rank", "moe from four ranks", "critic", "tied", "mtp", "lora", "bf16", "delta nets"],
 )

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
 import tiny_models
 import torch
 from compare import assert_matches_transformers
+from drafter import predictable_policy
 from engines import RunningEngine, start_engine
 from orders import check_orders
 from transformers import PreTrainedModel
@@ -26,12 +28,21 @@ def test_qwen3_next_goes_on_from_kept_states_and_takes_new_weights(host: str, tm
         check_conversations(running, new)
 
 
-def check_conversations(running: RunningEngine, model: PreTrainedModel) -> None:
+@pytest.mark.nightly
+def test_states_that_drafts_leave_serve_the_next_turn(host: str, tmp_path: Path) -> None:
+    """Answers end within and after windows of drafts, some of which are accepted."""
+    policy = predictable_policy(build=tiny_models.qwen3_next)
+    with start_engine(host, policy, tmp_path, num_speculative_tokens=2) as running:
+        assert check_conversations(running, policy) > 0
+
+
+def check_conversations(running: RunningEngine, model: PreTrainedModel) -> int:
     """Compare three turns of conversations with transformers, which computes each from the beginning.
 
-    Chunks of the delta rule have 64 tokens: turns begin before, at and after the end of one.
+    Chunks of the delta rule have 64 tokens: turns begin before, at and after the end of one. Returns the number of
+    accepted drafts.
     """
-    generator = torch.Generator().manual_seed(3)
+    generator, accepted = torch.Generator().manual_seed(3), 0
     for first, answer, between in ((70, 6, 9), (5, 20, 70), (64, 1, 1)):
         tokens = torch.randint(3, 400, (first,), generator=generator).tolist()
         for turn in range(3):
@@ -41,7 +52,9 @@ def check_conversations(running: RunningEngine, model: PreTrainedModel) -> None:
             chosen = expected.gather(1, torch.tensor(out.token_ids.tolist())[:, None])[:, 0]
             gap = float((torch.tensor(out.logprobs) - chosen).abs().max())
             assert gap < 1e-5, gap
+            accepted += out.accepted
             tokens += [*out.token_ids.tolist(), *torch.randint(3, 400, (between,), generator=generator).tolist()]
+    return accepted
 
 
 def generate(running: RunningEngine, tokens: list[int], answer: int) -> Generation:

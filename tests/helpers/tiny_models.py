@@ -246,7 +246,9 @@ def mtp_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
         key: value for key, value in config.to_dict().items() if not key.endswith(("layer_types", "indexer_types"))
     }
     is_qwen = hasattr(config, "linear_num_key_heads")
-    values |= {"num_hidden_layers": number + 1} | ({"layer_types": ["full_attention"] * (number + 1)} if is_qwen else {})
+    values |= {"num_hidden_layers": number + 1} | (
+        {"layer_types": ["full_attention"] * (number + 1)} if is_qwen else {}
+    )
     with_mtp = type(model)(type(config)(**values))
     with TemporaryDirectory() as folder:  # saving names the experts
         randomize(with_mtp, seed).save_pretrained(folder)

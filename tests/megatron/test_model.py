@@ -6,6 +6,7 @@ of the order of 0.1, log-probs of the order of 5.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -26,15 +27,15 @@ VISION = "qwen2_5_vl:actor qwen3_vl_moe:actor"
 # The part of tools/check_parity.py's table that covers every feature: layout -> family:role.
 MODELS = {
     "": f"{MOE} {DENSE} {SHARED_TABLES} qwen3_vl_moe:actor gemma2:actor deepseek_v2:actor glm4_moe_mtp:actor "
-    "deepseek_v3:critic llama:reward_model qwen3_5:actor deepseek_v32:actor",
+    "deepseek_v3:critic llama:reward_model qwen3_5_mtp:actor deepseek_v32:actor",
     "tp=2": f"{MOE} {DENSE} gemma2:actor qwen3_moe:critic",
     "pp=2": f"{MOE} {DENSE} gemma2:actor gemma2:critic deepseek_v3:critic deepseek_v3_mtp:actor",
     "ep=2,recompute": f"{MOE} deepseek_v3_mtp:actor",
     "overlap": f"{MOE} qwen2:actor qwen3_moe:reward_model",
     "cp=2,selective": "qwen2:actor qwen3_yarn:actor gemma2:actor gpt_oss:actor deepseek_v3:actor qwen2:reward_model",
-    "tp=2,etp=2,ep=2": "qwen3_moe:actor qwen3_5_moe:actor glm4_moe_mtp:actor",
-    "tp=2,cp=2,ep=2": "glm_moe_dsa:actor qwen3_moe:actor qwen3_next:actor deepseek_v3_mtp:actor deepseek_v3:critic "
-    "qwen3_moe:reward_model",
+    "tp=2,etp=2,ep=2": "qwen3_moe:actor qwen3_5_moe_mtp:actor glm4_moe_mtp:actor",
+    "tp=2,cp=2,ep=2": "glm_moe_dsa:actor qwen3_moe:actor qwen3_next_mtp:actor deepseek_v3_mtp:actor "
+    "deepseek_v3:critic qwen3_moe:reward_model",
     "pp=3,vpp=2": "qwen3:actor deepseek_v3:critic qwen3:reward_model",
     "tp=2,ep=2": f"{MOE} deepseek_v2:actor glm4_moe:actor gpt_oss:actor deepseek_v3:critic deepseek_v3:critic@pp=2",
 }
@@ -43,7 +44,7 @@ LISTED = " ".join(MODELS.values())
 MODELS["tp=2,ep=2"] += "".join(
     f" {name}:actor"
     for name in tiny.family_names()
-    if f"{name}:" not in LISTED and any("experts" in key for key in tiny.HF[name])
+    if not re.search(rf"\b{name}(_mtp)?:", LISTED) and any("experts" in key for key in tiny.HF[name])
 )
 
 

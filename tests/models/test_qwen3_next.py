@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from megarl.config import ConfigError
-from megarl.models.hf_folder import open_hf
+from megarl.models.hf_folder import open_hf, save_hf
 from megarl.models.layout_algebra import shard, split_with
 from megarl.models.registry import family_of
 
@@ -43,6 +43,15 @@ pytestmark = pytest.mark.alone
         ("qwen3_next", {"rope_parameters": {"mrope_section": [2, 1, 1]}}, "mrope_section is not implemented"),
         ("qwen3_5_moe", {"rope_parameters": {"mrope_section": [2, 2, 2]}}, "three numbers with the sum 4"),
         ("qwen3_5", {"is_causal": False}, "is_causal=False is not implemented"),
+        ("qwen3_next", {"num_nextn_predict_layers": 2}, r"num_nextn_predict_layers=2 .* \(implemented: 0, 1\)"),
+        ("qwen3_5_moe", {"mtp_num_hidden_layers": 2}, r"mtp_num_hidden_layers=2 .* \(implemented: 0, 1\)"),
+        ("qwen3_5", {"mtp_num_hidden_layers": True}, "mtp_num_hidden_layers"),
+        (
+            "qwen3_5_moe",
+            {"mtp_num_hidden_layers": 1, "num_nextn_predict_layers": 0},
+            "mtp_num_hidden_layers=1 and num_nextn_predict_layers=0 are two names of an option; remove one",
+        ),
+        ("qwen3_5_mtp", {"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings=True is not implemented"),
     ],
 )
 def test_refuses(name: str, changes: dict[str, Any], message: str) -> None:
@@ -89,13 +98,56 @@ def test_input_projection_has_the_rows_of_a_ranks_heads(name: str, tp: int) -> N
         assert sum(held) == len(expected)
 
 
+def test_mtp_layer_has_attention_and_its_own_names() -> None:
+    for name in ("qwen3_next", "qwen3_5_moe", "qwen3_5"):
+        hf, key = tiny.HF[name], "num_nextn_predict_layers" if name == "qwen3_next" else "mtp_num_hidden_layers"
+        family = family_of(hf)
+        assert family.num_mtp_layers(hf) == family.num_mtp_layers(hf | {key: 0}) == 0
+        assert family.params(hf, 1, mtp=True) == family.params(hf, 1)
+        for other in ("num_nextn_predict_layers", "mtp_num_hidden_layers"):
+            assert family.num_mtp_layers(hf | {other: 1}) == 1
+        for layers in (2, 3):  # the last has attention, or a delta net
+            changed = hf | {key: 1, "num_hidden_layers": layers, "mtp_use_dedicated_embeddings": False}
+            base = {row.megatron for row in family.params(changed, 1)}
+            rows = [row for row in family.params(changed, 1, mtp=True) if row.megatron not in base]
+            assert {
+                "mtp.layers.0.eh_proj.weight",
+                "mtp.layers.0.transformer_layer.self_attention.linear_qkv.weight",
+            } <= {row.megatron for row in rows}
+            assert all(
+                tensor.name.startswith("mtp.") and "linear_attn" not in tensor.name for row in rows for tensor in row.hf
+            )
+            assert all(row.slot and row.slot.is_draft and not row.more_slots for row in rows)
+
+
+def test_exports_the_form_of_the_checkpoint(tmp_path: Path) -> None:
+    """Bit for bit, with stacks of experts in decoder and MTP layer, trained or copied."""
+    model, hf = tiny.hf_model("qwen3_5_moe_mtp"), tiny.HF["qwen3_5_moe_mtp"]
+    stored = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert "mtp.layers.0.mlp.experts.gate_up_proj" in stored and "mtp.fc.weight" in stored
+    (tmp_path / "source").mkdir()
+    save_file(stored, tmp_path / "source" / "model.safetensors")
+    (tmp_path / "source" / "config.json").write_text(json.dumps(hf))
+    source, family = open_hf(tmp_path / "source"), family_of(hf)
+    source.check(hf, mtp=True)
+    for mtp in (True, False):
+        table = family.params(hf, 1, mtp=mtp)
+        trained = [(tensor.name, source.get(tensor.name)) for row in table for tensor in row.hf]
+        assert any(name.startswith("mtp.") for name, _ in trained) == mtp
+        save_hf(tmp_path / f"out_{mtp}", trained, source, table=table)
+        written = open_hf(tmp_path / f"out_{mtp}")
+        assert set(written.names()) == stored.keys()
+        for name, tensor in stored.items():
+            assert torch.equal(written.get(name), tensor), name
+
+
 def test_reads_experts_that_published_checkpoints_stack(tmp_path: Path) -> None:
-    model, hf = tiny.hf_model("qwen3_5_moe"), tiny.HF["qwen3_5_moe"]
+    model, hf = tiny.hf_model("qwen3_5_moe_mtp"), tiny.HF["qwen3_5_moe_mtp"]
     stacked = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     assert "model.layers.0.mlp.experts.gate_up_proj" in stacked
     save_file(stacked, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(hf))
     weights, expected = open_hf(tmp_path), tiny.split_experts(stacked)
-    for row in family_of(hf).params(hf, 1):
+    for row in family_of(hf).params(hf, 1, mtp=True):
         for tensor in row.hf:
             assert torch.equal(weights.get(tensor.name), expected[tensor.name]), tensor.name
