@@ -329,21 +329,17 @@ def test_mtp_training_limits(plan, overrides: list[str], message: str) -> None:
     )
 
 
-def test_mtp_training_names_the_key_of_a_layer_that_config_json_does_not_declare(plan) -> None:
-    for file, key in {
-        "qwen3_next_80b_a3b": "num_nextn_predict_layers",
-        "qwen3.5_35b_a3b": "mtp_num_hidden_layers",
-    }.items():
-        hf = json.loads((ROOT / f"configs/models/{file}.json").read_text())
-        hf.pop(key, None)
-        small = ["parallel.tp=1", "train.mtp_loss_coef=0.1"]
-        (error,) = plan(*small, hf=hf).errors
-        assert error.endswith(f"set it to 0, or add {key}=1 to config.json if the checkpoint has one")
-        report = plan(*small, "rollout.num_speculative_tokens=2", hf=hf | {key: 1})
-        assert dict(report.facts["model"])["trained besides"].startswith("1 layer(s) of multi-token prediction")
-        assert (
-            dict(report.facts["engines"])["drafts"] == "2 tokens at a time; the draft layer is synced with the policy"
-        )
+@pytest.mark.parametrize(
+    ("file", "key"), [("qwen3_next_80b_a3b", "num_nextn_predict_layers"), ("qwen3.5_35b_a3b", "mtp_num_hidden_layers")]
+)
+def test_mtp_training_names_the_key_of_an_undeclared_layer(plan, file: str, key: str) -> None:
+    hf = json.loads((ROOT / f"configs/models/{file}.json").read_text()) | {"num_hidden_layers": 4}
+    small = ["parallel.tp=1", "train.mtp_loss_coef=0.1"]
+    (error,) = plan(*small, hf=hf | {key: 0}).errors
+    assert error.endswith(f"set it to 0, or add {key}=1 to config.json if the checkpoint has one")
+    report = plan(*small, "rollout.num_speculative_tokens=2", hf=hf | {key: 1})
+    assert dict(report.facts["model"])["trained besides"].startswith("1 layer(s) of multi-token prediction")
+    assert dict(report.facts["engines"])["drafts"] == "2 tokens at a time; the draft layer is synced with the policy"
 
 
 def test_context_beyond_the_positions_of_a_scaled_model(plan) -> None:
