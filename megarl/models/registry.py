@@ -147,7 +147,7 @@ def num_trained_mtp(hf: HFConfig, config: Config) -> int:
     if weight == 0:
         return 0
     if not family.num_mtp_layers(hf):
-        declared = family.num_mtp_layers(hf | {family.mtp_key: 1}) == 1
+        declared = family.num_mtp_layers({**hf, family.mtp_key: 1}) == 1
         remedy = f", or add {family.mtp_key}=1 to config.json if the checkpoint has one" if declared else ""
         raise ConfigError(
             f"train.mtp_loss_coef={weight:g}, but this {family.architecture} has no layers of multi-token prediction "
