@@ -425,12 +425,31 @@ def flatten_kimi_k25(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+ENGINE_SETTINGS_K25 = {"enable_multimodal": False, "mm_enable_dp_encoder": True}
+"""Without the first, SGLang would need the processor of images, which is code in the published folder. With the second,
+each rank has the vision tower's whole attention; its 16 heads could not be divided among more ranks."""
+
+
+def _check_k25(hf: HFConfig) -> None:
+    _check_v3(hf)
+    for key in ("num_nextn_predict_layers", "num_mtp_layers"):
+        if hf.get(key):
+            raise ConfigError(
+                f"config.json of {K25.architecture}: {key}={hf[key]} is not implemented: SGLang has no draft model of "
+                "it; remove the layer"
+            )
+
+
 K25 = replace(
     V3,
     architecture="KimiK25ForConditionalGeneration",
     model_type=KIMI_K25,
+    check=_check_k25,
+    megatron_config=partial(latent_config, check=_check_k25, routing=SIGMOID_ROUTING),
     tool_call_parser="kimi_k2",
     parsers_by_type={},
     stored_slice=lambda hf, name: StoredSlice(f"language_model.{name}"),
     untrained_prefixes=lambda hf: ("vision_tower.", "mm_projector."),
+    num_mtp_layers=lambda hf: 0,
+    engine_settings=ENGINE_SETTINGS_K25,
 )

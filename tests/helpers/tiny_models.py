@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import kimi_k25_folder
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -278,6 +279,16 @@ def kimi_k2(seed: int = 0) -> PreTrainedModel:
     return model
 
 
+def kimi_k25(seed: int = 0) -> PreTrainedModel:
+    """The language model of Kimi-K2.5, which `save` writes with a vision tower: Kimi K2 with another epsilon."""
+    model = kimi_k2(seed)
+    model.config.published, model.config.rms_norm_eps = "kimi_k25", 1e-5
+    for module in model.modules():
+        if hasattr(module, "variance_epsilon"):
+            module.variance_epsilon = model.config.rms_norm_eps
+    return model
+
+
 def deepseek_v2(seed: int = 0, **changes: Any) -> PreTrainedModel:
     settings = _common(4) | {
         "n_routed_experts": 8,
@@ -401,6 +412,8 @@ def save(model: PreTrainedModel, folder: Path) -> Path:
     if config["model_type"] == "deepseek_v2":
         config |= {"moe_layer_freq": 1, "scoring_func": "softmax"}
     file.write_text(json.dumps(config | {"model_type": published}))
+    if published == "kimi_k25":
+        kimi_k25_folder.add_tower(folder)
     generation = {"eos_token_id": 2, "pad_token_id": 0, "bos_token_id": None}
     (folder / "generation_config.json").write_text(json.dumps(generation))
     return folder
