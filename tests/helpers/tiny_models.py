@@ -261,7 +261,7 @@ def mtp_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     }
 
 
-def kimi_k2(seed: int = 0) -> PreTrainedModel:
+def kimi_k2(seed: int = 0, **changes: Any) -> PreTrainedModel:
     """DeepSeek-V3 with the options of Kimi K2's config.json: no expert groups, other rotary scaling."""
     yarn = {
         "rope_type": "yarn",
@@ -274,18 +274,17 @@ def kimi_k2(seed: int = 0) -> PreTrainedModel:
         "mscale_all_dim": 1.0,
     }
     routing = {"n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.827}
-    model = deepseek_v3(seed, rope=False, rope_parameters=yarn, **routing)
+    model = deepseek_v3(seed, rope=False, rope_parameters=yarn, **routing, **changes)
     model.config.published = "kimi_k2"
     return model
 
 
 def kimi_k25(seed: int = 0) -> PreTrainedModel:
-    """The language model of Kimi-K2.5, which `save` writes with a vision tower: Kimi K2 with another epsilon."""
-    model = kimi_k2(seed)
-    model.config.published, model.config.rms_norm_eps = "kimi_k25", 1e-5
-    for module in model.modules():
-        if hasattr(module, "variance_epsilon"):
-            module.variance_epsilon = model.config.rms_norm_eps
+    """The language model of Kimi-K2.5, which `save` writes with a vision tower: Kimi K2 with its published epsilon."""
+    import tiny
+
+    model = tiny.set_latent_eps(kimi_k2(seed, rms_norm_eps=1e-5))
+    model.config.published = "kimi_k25"
     return model
 
 
