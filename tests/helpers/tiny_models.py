@@ -400,6 +400,10 @@ def save(model: PreTrainedModel, folder: Path) -> Path:
         tensors = load_file(folder / "model.safetensors")
         tensors = {name: t.mT.contiguous() if ".experts." in name else t for name, t in tensors.items()}
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    if (vision := getattr(model.config, "vision_config", None)) is not None:
+        size = {"shortest_edge": 64, "longest_edge": 65536}
+        settings = {"patch_size": vision.patch_size, "merge_size": vision.spatial_merge_size, "size": size}
+        (folder / "preprocessor_config.json").write_text(json.dumps(settings))
     tokenizer().save_pretrained(folder)
     file = folder / "config.json"
     config = json.loads(file.read_text())
@@ -424,11 +428,16 @@ def logprobs(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
         return model(torch.tensor([ids])).logits[0].log_softmax(-1)
 
 
+def decoder_layers(model: PreTrainedModel) -> Any:
+    """Return the layers of a model, or of its language model."""
+    return getattr(model.model, "language_model", model.model).layers
+
+
 @contextmanager
 def record_experts(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
     """Record the chosen experts of the next forward pass: [tokens, topk] per MoE layer, empty for a dense model."""
     result: list[torch.Tensor] = []
-    routers = (getattr(layer.mlp, "gate", getattr(layer.mlp, "router", None)) for layer in model.model.layers)
+    routers = (getattr(layer.mlp, "gate", getattr(layer.mlp, "router", None)) for layer in decoder_layers(model))
     gates = [router for router in routers if router is not None]
     hooks = [gate.register_forward_hook(lambda _, __, out: result.append(out[2])) for gate in gates]
     yield result
@@ -440,7 +449,7 @@ def record_experts(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
 def record_keys(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
     """Record the keys that sparse attention chooses in the next forward pass: [tokens, topk] per layer that chooses."""
     result: list[torch.Tensor] = []
-    indexers = [getattr(getattr(layer, "self_attn", None), "indexer", None) for layer in model.model.layers]
+    indexers = [getattr(getattr(layer, "self_attn", None), "indexer", None) for layer in decoder_layers(model)]
     hooks = [
         indexer.register_forward_hook(lambda _, __, out: result.append(out[0]))
         for indexer in indexers
