@@ -288,7 +288,8 @@ def test_broken_tokenizer_is_a_one_line_config_error(tmp_path: Path) -> None:
 def test_reads_kimis_tiktoken_model_without_running_its_code(tmp_path: Path, name: str) -> None:
     """The files of the published folders; `tokenization_kimi.py` would fail."""
     config = json.loads((ROOT / "configs" / "models" / f"{name}.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoConfig": "configuration_kimi.Config"}}))
+    config["auto_map"] = {"AutoConfig": "configuration_kimi.KimiConfig"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     ranks = [f"{base64.b64encode(bytes([byte])).decode()} {byte}\n" for byte in range(256)]
     (tmp_path / "tiktoken.model").write_text("".join(ranks))
     (tmp_path / "tokenization_kimi.py").write_text("raise AssertionError")

@@ -16,11 +16,11 @@ _TOP_LEVEL = ("architectures", "dtype", "bos_token_id", "eos_token_id", "pad_tok
 
 
 def vision_config(text_hidden: int) -> dict[str, Any]:
-    """Return the keys of the published `vision_config`, with small sizes.
+    """Return the keys of the published `vision_config`, with small sizes, and fewer heads than ranks of an engine.
 
     SGLang reads the tower's sizes from the names without `vt_`, whose defaults are those of the published tower.
     """
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_hidden_layers": 2}
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 1, "num_hidden_layers": 2}
     return {
         **sizes,
         **{f"vt_{key}": value for key, value in sizes.items()},
