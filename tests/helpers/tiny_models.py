@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import kimi_k25_folder
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -260,7 +261,7 @@ def mtp_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     }
 
 
-def kimi_k2(seed: int = 0) -> PreTrainedModel:
+def kimi_k2(seed: int = 0, **changes: Any) -> PreTrainedModel:
     """DeepSeek-V3 with the options of Kimi K2's config.json: no expert groups, other rotary scaling."""
     yarn = {
         "rope_type": "yarn",
@@ -273,8 +274,17 @@ def kimi_k2(seed: int = 0) -> PreTrainedModel:
         "mscale_all_dim": 1.0,
     }
     routing = {"n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.827}
-    model = deepseek_v3(seed, rope=False, rope_parameters=yarn, **routing)
+    model = deepseek_v3(seed, rope=False, rope_parameters=yarn, **routing, **changes)
     model.config.published = "kimi_k2"
+    return model
+
+
+def kimi_k25(seed: int = 0) -> PreTrainedModel:
+    """The language model of Kimi-K2.5, which `save` writes with a vision tower: Kimi K2 with its published epsilon."""
+    import tiny
+
+    model = tiny.set_latent_eps(kimi_k2(seed, rms_norm_eps=1e-5))
+    model.config.published = "kimi_k25"
     return model
 
 
@@ -405,6 +415,8 @@ def save(model: PreTrainedModel, folder: Path) -> Path:
     if config["model_type"] == "deepseek_v2":
         config |= {"moe_layer_freq": 1, "scoring_func": "softmax"}
     file.write_text(json.dumps(config | {"model_type": published}))
+    if published == "kimi_k25":
+        kimi_k25_folder.add_tower(folder)
     generation = {"eos_token_id": 2, "pad_token_id": 0, "bos_token_id": None}
     (folder / "generation_config.json").write_text(json.dumps(generation))
     return folder
