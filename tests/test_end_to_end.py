@@ -14,9 +14,11 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import kimi_k25_folder
 import pytest
 import tiny_models
 import torch
@@ -392,11 +394,14 @@ def test_mtp_training_raises_draft_acceptance(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("family", [name for name in tiny_models.families_without_builder() if name != "qwen3_5"])
+@pytest.mark.parametrize(
+    "family", [*(name for name in tiny_models.families_without_builder() if name != "qwen3_5"), "kimi_k25"]
+)
 def test_two_steps_of_an_moe_family(family: str, folder: Path, tmp_path: Path, host: str) -> None:
     """GRPO on two tensor and expert parallel ranks with replayed routing: engine and trainer compute the same policy
-    before and after an update, and the export has every tensor, changed except for the routers' biases."""
-    model = tiny_models.save(tiny_models.of_family(family), tmp_path / "model")
+    before and after an update, and the export has every tensor, changed except for the routers' biases and towers."""
+    build = getattr(tiny_models, family, partial(tiny_models.of_family, family))
+    model = tiny_models.save(build(), tmp_path / "model")
     overrides = [
         f"model.path={model}",
         *("algorithm=grpo", "kl.apply_to=none", "loss.entropy_coef=0.1", "train.routing_replay=true"),
@@ -410,8 +415,9 @@ def test_two_steps_of_an_moe_family(family: str, folder: Path, tmp_path: Path, h
     assert max(row["rollout/logprob_diff"] for row in rows) <= 1e-4
     before, after = (load_file(path / "model.safetensors") for path in (model, tmp_path / "run" / "export"))
     assert before.keys() == after.keys()
-    biases = {name for name in before if name.endswith(("e_score_correction_bias", "expert_bias"))}
-    assert {name for name in before if torch.equal(before[name], after[name])} == biases
+    frozen = {name for name in before if name.endswith(("e_score_correction_bias", "expert_bias"))}
+    frozen |= {name for name in before if name.startswith(kimi_k25_folder.VISION)}
+    assert {name for name in before if torch.equal(before[name], after[name])} == frozen
 
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import shutil
 import sys
 import tempfile
 import urllib.request
@@ -159,8 +158,6 @@ def engine_gap(family: str, layout: str) -> dict[str, float]:
         truth, _ = reference.policy(model, batch)
     with tempfile.TemporaryDirectory() as folder:
         path = str(tiny_models.save(model, Path(folder) / "model"))
-        if batch.images is not None:
-            shutil.copy(Path(images.processor_folder(patch)) / "preprocessor_config.json", path)
         rollout: dict[str, Any] = {"max_context": 64, "max_new_tokens": 8, "concurrency": 8, **sizes}
         if any(Path(path).glob("*.py")):  # the class of config.json, if transformers has none
             rollout["sglang"] = {"trust_remote_code": True}

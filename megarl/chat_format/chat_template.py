@@ -134,6 +134,17 @@ _RolePattern = tuple[tuple[str, bool, bool], ...]
 """For each message: its role, whether it has content, and whether it has calls."""
 
 
+def _kimi_config(folder: str) -> dict[str, Any]:
+    """Return the argument with which transformers reads Kimi K2's tokenizer as it reads Kimi-K2.5's, without running
+    the folder's code. It knows only the latter's config.json."""
+    file = Path(folder, "config.json")
+    if not file.is_file() or load_hf_config(file).get("model_type") != "kimi_k2":
+        return {}
+    from transformers.models.kimi_k25 import Kimi_K25Config
+
+    return {"config": Kimi_K25Config()}
+
+
 class ChatTemplate:
     """A tokenizer with its chat template, and the run's tools and environments.
 
@@ -183,8 +194,9 @@ class ChatTemplate:
         """
         from transformers import AutoTokenizer
 
+        options = _kimi_config(folder)
         try:
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, **options)
         except Exception as error:  # parsers raise anything on a broken file
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise ConfigError(f"model.path: no tokenizer in {folder}: {reason[:500]}") from None

@@ -91,12 +91,13 @@ def _patch_tensors() -> None:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             if kwargs.get("device") == "cuda":
                 kwargs["device"] = _CPU
+            kwargs.pop("pin_memory", None)
             return function(*args, **kwargs)
 
         return wrapped
 
-    for name in ("tensor", "zeros"):
-        _patch(torch, name, on_cpu(getattr(torch, name)), "called with a literal device='cuda'")
+    for name in ("tensor", "zeros", "empty"):
+        _patch(torch, name, on_cpu(getattr(torch, name)), "called with a literal device='cuda', or pin_memory=True")
 
     tensor_type = torch.Tensor.type
 

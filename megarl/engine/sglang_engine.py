@@ -37,7 +37,6 @@ from megarl.engine.client import Client
 from megarl.engine.engine_host import HOST_VARIABLE, HostedServer, HostProcess
 from megarl.engine.engine_protocol import EngineError, EngineLost
 from megarl.engine.tool_calls import parser_name
-from megarl.models import qwen_vl
 from megarl.models.mxfp4 import is_mxfp4
 from megarl.models.registry import family_of, load_hf_config
 from megarl.parallel import device, job_secret
@@ -256,7 +255,7 @@ class Engine:
             **({"json_model_override_args": '{"quantization_config": null}'} if is_mxfp4(hf) else {}),
             **server_args.speculative_args(rollout.num_speculative_tokens),
             **server_args.sampling_args(rollout),
-            **(qwen_vl.ENGINE_SETTINGS if family_of(hf).vision is not None else {}),
+            **family_of(hf).engine_settings,
             **self._platform.server_args(self.config, self.first_device),
             **rollout.sglang,
         }

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
+from math import prod
 from typing import Any
 
 from megarl.config import ConfigError
@@ -411,7 +412,7 @@ KIMI_K25 = "kimi_k25"
 
 
 def flatten_kimi_k25(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of Kimi-K2.5's language model at the top level, as families read them.
+    """Return the options of Kimi-K2.5's language model at the top level, as families read them, and `vision_config`.
 
     config.json has them in `text_config`, and its quantization there or beside it.
     """
@@ -421,16 +422,62 @@ def flatten_kimi_k25(values: Mapping[str, Any]) -> dict[str, Any]:
         **text,
         "architectures": values.get("architectures") or ["KimiK25ForConditionalGeneration"],
         "model_type": KIMI_K25,
+        "vision_config": values.get("vision_config") or {},
         **({"quantization_config": quantization} if quantization else {}),
     }
+
+
+ENGINE_SETTINGS_K25 = {"enable_multimodal": False, "mm_enable_dp_encoder": True}
+"""Without the first, SGLang would need the processor of images, which is code in the published folder. With the second,
+each rank has the vision tower's whole attention; its 16 heads could not be divided among more ranks."""
+
+
+def tower_elements_k25(hf: HFConfig) -> int:
+    """Return the number of weights of the vision tower and its projector, of which each rank of an engine has all."""
+    vision = _TOWER_K25 | hf["vision_config"]
+    hidden, ffn, text = vision["vt_hidden_size"], vision["vt_intermediate_size"], vision["text_hidden_size"]
+    merged = hidden * prod(vision["merge_kernel_size"])
+    positions = vision["init_pos_emb_height"] * vision["init_pos_emb_width"]
+    patches = (3 * vision["patch_size"] ** 2 + 1 + positions) * hidden
+    layer = 4 * (hidden + 1) * hidden + (2 * hidden + 1) * ffn + hidden + 4 * hidden  # attention, MLP, two norms
+    projector = 2 * hidden + (merged + 1) * (merged + text)
+    return int(patches + vision["vt_num_hidden_layers"] * layer + 2 * hidden + projector)
+
+
+_TOWER_K25: dict[str, Any] = {
+    "init_pos_emb_height": 64,
+    "init_pos_emb_width": 64,
+    "merge_kernel_size": [2, 2],
+    "patch_size": 14,
+    "text_hidden_size": 7168,
+    "vt_hidden_size": 1152,
+    "vt_intermediate_size": 4304,
+    "vt_num_hidden_layers": 27,
+}
+"""Sizes of the published tower, SGLang's defaults."""
+
+
+def _check_k25(hf: HFConfig) -> None:
+    _check_v3(hf)
+    for key in ("num_nextn_predict_layers", "num_mtp_layers"):
+        if hf.get(key):
+            raise ConfigError(
+                f"config.json of {K25.architecture}: {key}={hf[key]} is not implemented: SGLang has no draft model of "
+                "it; remove the layer"
+            )
 
 
 K25 = replace(
     V3,
     architecture="KimiK25ForConditionalGeneration",
     model_type=KIMI_K25,
+    check=_check_k25,
+    megatron_config=partial(latent_config, check=_check_k25, routing=SIGMOID_ROUTING),
     tool_call_parser="kimi_k2",
     parsers_by_type={},
     stored_slice=lambda hf, name: StoredSlice(f"language_model.{name}"),
     untrained_prefixes=lambda hf: ("vision_tower.", "mm_projector."),
+    num_mtp_layers=lambda hf: 0,
+    engine_settings=ENGINE_SETTINGS_K25,
+    engine_only_elements=tower_elements_k25,
 )

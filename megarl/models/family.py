@@ -125,6 +125,10 @@ class Family:
     """Key of config.json that has this number."""
     embedding_name: str = "model.embed_tokens"
     """HF's and the engine's name of the embedding."""
+    engine_settings: Mapping[str, Any] = field(default_factory=dict)
+    """SGLang's settings with which it computes these models as the trainer does; `rollout.sglang` may replace them."""
+    engine_only_elements: Callable[[HFConfig], int] = lambda hf: 0
+    """Number of weights on each rank of an engine that are not in the table."""
     vision: VisionFamily | None = None
     """None for a family of text alone. With it, config.json may have the text model's keys in `text_config`."""
 

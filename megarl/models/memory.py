@@ -380,7 +380,7 @@ def engine_bytes(hf: HFConfig, tp: int, size: int, drafts: bool = False) -> int:
         checkpoint half a byte, plus a scale per group.
     drafts: include the multi-token prediction layers.
     """
-    total, fp8, has_int4_experts = 0.0, is_fp8(hf), int4.is_int4(hf)
+    total, fp8, has_int4_experts = float(family_of(hf).engine_only_elements(hf) * size), is_fp8(hf), int4.is_int4(hf)
     for param, count in unique_params(hf, drafts):
         if isinstance(param.sharding, Replicated) and param.expert is None:
             elements = param.size

@@ -346,6 +346,7 @@ QWEN2_5_VL = Family(
     lambda hf: 0,
     tool_call_parser="qwen25",
     stored_slice=_qwen2_5_stored,
+    engine_settings=ENGINE_SETTINGS,
     vision=_QWEN2_5_VISION,
 )
 
@@ -386,6 +387,7 @@ QWEN3_VL_MOE = Family(
     lambda hf: gqa.QWEN3_MOE.num_experts(text_config(hf)),
     tool_call_parser="qwen25",
     stored_slice=_qwen3_stored,
+    engine_settings=ENGINE_SETTINGS,
     vision=_QWEN3_VISION,
 )
 

@@ -1,5 +1,6 @@
 """Prompts, turns, observations and control tokens of chat templates."""
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from megarl.types import Prompt
 
 pytestmark = pytest.mark.alone
 
+ROOT = Path(__file__).resolve().parents[2]
 SCHEMA = calculator.schema
 
 
@@ -280,3 +282,25 @@ def test_broken_tokenizer_is_a_one_line_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="model.path: no tokenizer in") as error:
         ChatTemplate.load(str(tmp_path))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["kimi_k2_thinking", "kimi_k2.5"])
+def test_reads_kimis_tiktoken_model_without_running_its_code(tmp_path: Path, name: str) -> None:
+    """The files of the published folders; `tokenization_kimi.py` would fail."""
+    config = json.loads((ROOT / "configs" / "models" / f"{name}.json").read_text())
+    config["auto_map"] = {"AutoConfig": "configuration_kimi.KimiConfig"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    ranks = [f"{base64.b64encode(bytes([byte])).decode()} {byte}\n" for byte in range(256)]
+    (tmp_path / "tiktoken.model").write_text("".join(ranks))
+    (tmp_path / "tokenization_kimi.py").write_text("raise AssertionError")
+    words = ["[EOS]", "<|im_end|>"]
+    settings = {
+        "added_tokens_decoder": {str(256 + i): {"content": word, "special": True} for i, word in enumerate(words)},
+        "auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]},
+        "chat_template": templates.PUBLISHED["kimi"].template,
+        "eos_token": "[EOS]",
+        "tokenizer_class": "TikTokenTokenizer",
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    chat = ChatTemplate.load(str(tmp_path))
+    assert chat.encode("a<|im_end|>") == [97, 257] and chat.decode([97, 257]) == "a<|im_end|>"

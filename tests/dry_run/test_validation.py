@@ -750,6 +750,7 @@ def test_cluster_recipes_fit_their_gpus() -> None:
         ("deepseek_r1", 96, []),
         *((name, 80, []) for name in ("minimax_m2", "glm4.7_flash", "mixtral_8x7b", "ernie4.5_21b", "ling_flash_2.0")),
         ("kimi_k2_thinking", 80, []),
+        ("kimi_k2.5", 80, []),
     ):
         recipe = ROOT / "configs" / f"{name}.yaml"
         hf = ROOT / load_config(recipe).model.hf_config

@@ -10,6 +10,7 @@ import tiny_models
 from compare import assert_matches_transformers
 from engine_config import make_config
 from int4_folder import dequantised_model, quantise_experts
+from kimi_k25_folder import add_tower
 
 from megarl.config import ConfigError
 from megarl.engine.engine_host import HOST_VARIABLE
@@ -21,10 +22,15 @@ from megarl.reshard.plan.layout import EngineLayout, find_engine_problems
 
 
 @pytest.mark.nightly
-def test_engine_computes_with_int4_experts(host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_tower", [False, True], ids=["kimi_k2", "kimi_k25"])
+def test_engine_computes_with_int4_experts(
+    has_tower: bool, host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In fp32, so that all but the experts' values is exact; on two expert parallel ranks."""
     model, layout = tiny_models.kimi_k2(), EngineLayout(2, ep=2)
     dense = quantise_experts(tiny_models.save(model, tmp_path / "plain"), folder := tmp_path / "int4")
+    if has_tower:
+        add_tower(folder)
     config = make_config(folder, tmp_path / "run", tp=layout.tp, ep=layout.ep)
     engine = Engine(replace(config, train=replace(config.train, routing_replay=True)), threads=1)
     monkeypatch.setenv(HOST_VARIABLE, host)

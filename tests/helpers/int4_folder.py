@@ -8,6 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import tiny
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -84,4 +85,4 @@ def dequantised_model(model: Any, dense: dict[str, torch.Tensor]) -> Any:
     with TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         save_file(dense, Path(folder) / "model.safetensors", {"format": "pt"})
-        return type(model).from_pretrained(folder, dtype=torch.float32).eval()
+        return tiny.set_latent_eps(type(model).from_pretrained(folder, dtype=torch.float32).eval())

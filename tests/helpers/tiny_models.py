@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import kimi_k25_folder
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -278,7 +279,7 @@ def mtp_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return layer | {prefix + name: tensor for name, tensor in own_tensors.items()}
 
 
-def kimi_k2(seed: int = 0) -> PreTrainedModel:
+def kimi_k2(seed: int = 0, **changes: Any) -> PreTrainedModel:
     """DeepSeek-V3 with the options of Kimi K2's config.json: no expert groups, other rotary scaling."""
     yarn = {
         "rope_type": "yarn",
@@ -291,8 +292,17 @@ def kimi_k2(seed: int = 0) -> PreTrainedModel:
         "mscale_all_dim": 1.0,
     }
     routing = {"n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.827}
-    model = deepseek_v3(seed, rope=False, rope_parameters=yarn, **routing)
+    model = deepseek_v3(seed, rope=False, rope_parameters=yarn, **routing, **changes)
     model.config.published = "kimi_k2"
+    return model
+
+
+def kimi_k25(seed: int = 0) -> PreTrainedModel:
+    """The language model of Kimi-K2.5, which `save` writes with a vision tower: Kimi K2 with its published epsilon."""
+    import tiny
+
+    model = tiny.set_latent_eps(kimi_k2(seed, rms_norm_eps=1e-5))
+    model.config.published = "kimi_k25"
     return model
 
 
@@ -408,6 +418,10 @@ def save(model: PreTrainedModel, folder: Path) -> Path:
         tensors = load_file(folder / "model.safetensors")
         tensors = {name: t.mT.contiguous() if ".experts." in name else t for name, t in tensors.items()}
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    if (vision := getattr(model.config, "vision_config", None)) is not None:
+        size = {"shortest_edge": 64, "longest_edge": 65536}
+        settings = {"patch_size": vision.patch_size, "merge_size": vision.spatial_merge_size, "size": size}
+        (folder / "preprocessor_config.json").write_text(json.dumps(settings))
     tokenizer().save_pretrained(folder)
     file = folder / "config.json"
     config = json.loads(file.read_text())
@@ -419,6 +433,8 @@ def save(model: PreTrainedModel, folder: Path) -> Path:
     if config["model_type"] == "deepseek_v2":
         config |= {"moe_layer_freq": 1, "scoring_func": "softmax"}
     file.write_text(json.dumps(config | {"model_type": published}))
+    if published == "kimi_k25":
+        kimi_k25_folder.add_tower(folder)
     generation = {"eos_token_id": 2, "pad_token_id": 0, "bos_token_id": None}
     (folder / "generation_config.json").write_text(json.dumps(generation))
     return folder
@@ -430,11 +446,16 @@ def logprobs(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
         return model(torch.tensor([ids])).logits[0].log_softmax(-1)
 
 
+def decoder_layers(model: PreTrainedModel) -> Any:
+    """Return the layers of a model, or of its language model."""
+    return getattr(model.model, "language_model", model.model).layers
+
+
 @contextmanager
 def record_experts(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
     """Record the chosen experts of the next forward pass: [tokens, topk] per MoE layer, empty for a dense model."""
     result: list[torch.Tensor] = []
-    routers = (getattr(layer.mlp, "gate", getattr(layer.mlp, "router", None)) for layer in model.model.layers)
+    routers = (getattr(layer.mlp, "gate", getattr(layer.mlp, "router", None)) for layer in decoder_layers(model))
     gates = [router for router in routers if router is not None]
     hooks = [gate.register_forward_hook(lambda _, __, out: result.append(out[2])) for gate in gates]
     yield result
@@ -446,7 +467,7 @@ def record_experts(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
 def record_keys(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
     """Record the keys that sparse attention chooses in the next forward pass: [tokens, topk] per layer that chooses."""
     result: list[torch.Tensor] = []
-    indexers = [getattr(getattr(layer, "self_attn", None), "indexer", None) for layer in model.model.layers]
+    indexers = [getattr(getattr(layer, "self_attn", None), "indexer", None) for layer in decoder_layers(model)]
     hooks = [
         indexer.register_forward_hook(lambda _, __, out: result.append(out[0]))
         for indexer in indexers

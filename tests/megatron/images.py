@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 
 from megarl.data.images import ImageProcessor
-from megarl.types import TrainBatch, pack_images, unpack_images
+from megarl.types import Image, TrainBatch, pack_images, unpack_images
 
 IMAGE_TOKEN = 190
 PLACES: dict[int, list[tuple[int, tuple[int, int]]]] = {
@@ -65,9 +66,12 @@ def add(batch: TrainBatch, patch: int) -> TrainBatch:
 
 def hf_inputs(batch: TrainBatch, number: int, tokens: torch.Tensor, patch: int) -> dict[str, Any]:
     """Return transformers' further inputs of a sequence; none if it has no images."""
-    if batch.images is None or not (images := unpack_images(batch.images[number])):
-        return {}
-    processor = ImageProcessor.load(processor_folder(patch))
+    images = () if batch.images is None else unpack_images(batch.images[number])
+    return processed(images, tokens, ImageProcessor.load(processor_folder(patch))) if images else {}
+
+
+def processed(images: Sequence[Image], tokens: torch.Tensor, processor: ImageProcessor) -> dict[str, Any]:
+    """Return transformers' further inputs of a sequence with these images."""
     return {
         "pixel_values": torch.cat([processor.pixels(image.data) for image in images]),
         "image_grid_thw": torch.tensor([image.grid for image in images]),

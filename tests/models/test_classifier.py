@@ -13,6 +13,7 @@ from megarl.models.registry import family_of, load_hf_config
 pytestmark = pytest.mark.alone
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs/models").glob("*.json"))
+CONFIGS = [path for path in CONFIGS if "vision_config" not in path.read_text()]  # which have no classifier
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
 from compressed_tensors.quantization.lifecycle.forward import dequantize
 from int4_folder import QUANTIZATION, expert_names, quantise_experts, write_model
+from kimi_k25_folder import vision_shapes
 from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "megatron"))
@@ -26,6 +28,7 @@ from megarl.models.layout_algebra import shard
 from megarl.models.memory import engine_bytes
 from megarl.models.registry import family_of, load_hf_config
 
+ROOT = Path(__file__).resolve().parents[2]
 HF: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -149,7 +152,7 @@ def test_kimi_k25_is_its_language_model(tmp_path: Path) -> None:
     stored = {f"language_model.{name}": value for name, value in load_file(tmp_path / "k2/model.safetensors").items()}
     vision = {"vision_tower.patch_embed.proj.weight": torch.randn(3, 2), "mm_projector.pre_norm.bias": torch.ones(4)}
     config = {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "dtype": "bfloat16"}
-    config |= {"text_config": text | {"quantization_config": QUANTIZATION}, "vision_config": {"depth": 2}}
+    config |= {"text_config": text | {"quantization_config": QUANTIZATION}, "vision_config": {"patch_size": 14}}
     write_model(tmp_path / "k25", config, stored | vision)
     hf = load_hf_config(tmp_path / "k25")
     family, weights = family_of(hf), open_hf(tmp_path / "k25")
@@ -168,6 +171,19 @@ def test_kimi_k25_is_its_language_model(tmp_path: Path) -> None:
     write_model(tmp_path / "half", config, {name: value for name, value in stored.items() if "lm_head" not in name})
     with pytest.raises(ConfigError, match="lm_head.weight is missing"):
         open_hf(tmp_path / "half").check(hf)
+
+
+def test_kimi_k25_engines_have_the_whole_tower() -> None:
+    """So many weights as the published folder has for the tower, on each rank; no multi-token prediction layer."""
+    hf = load_hf_config(ROOT / "configs/models/kimi_k2.5.json")
+    elements = sum(prod(shape) for shape in vision_shapes(hf["vision_config"]).values())
+    assert elements == 471_143_920
+    text = {key: value for key, value in hf.items() if key != "vision_config"} | {"model_type": "kimi_k2"}
+    language_model = engine_bytes(text | {"architectures": ["DeepseekV3ForCausalLM"]}, 32, 2)
+    assert engine_bytes(hf, 32, 2) == language_model + 2 * elements
+    assert family_of(hf).engine_settings["enable_multimodal"] is False
+    with pytest.raises(ConfigError, match="num_nextn_predict_layers=1 is not implemented: SGLang has no draft model"):
+        family_of(hf).check(hf | {"num_nextn_predict_layers": 1})
 
 
 def test_rejects_folders_that_config_json_does_not_describe(tmp_path: Path) -> None:

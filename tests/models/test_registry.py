@@ -425,6 +425,7 @@ def test_param_count_by_component() -> None:
     assert counts == {
         "embedding": 70 * 16,
         "attention": 3 * 2 * 16 * (4 * 8 + 2 * 8),  # q and o, k and v
+        "vision tower": 0,
         "dense mlp": 0,
         "experts": 3 * 4 * 3 * 8 * 16,
         "router": 3 * 4 * 16,

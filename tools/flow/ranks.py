@@ -48,7 +48,7 @@ class MockModel(MegatronModel):
         self.config, self.ranks, self.role, self.mtp_layers = config, place, role, 0
         self.quadratic_cost, self.parts, self.adapter = QUADRATIC, parts, adapter
         chunk = SimpleNamespace(
-            config=SimpleNamespace(num_moe_experts=None),
+            config=SimpleNamespace(num_moe_experts=None, dsa_indexer_loss_coeff=None),
             parameters=lambda: [torch.zeros(1, requires_grad=True)],
             **dict.fromkeys(("eval", "train", "zero_grad_buffer"), lambda: None),
         )
