@@ -569,8 +569,8 @@ def routing_by_role() -> dict[str, list[Any]]:
     for role in ("actor", "critic", "reward_model"):
         model, shapes = build("deepseek_v3", role, train={"routing_replay": True}), []
 
-        def watch(*args: Any, shapes: list[Any] = shapes) -> Any:
-            micro = make(*args)
+        def watch(*args: Any, shapes: list[Any] = shapes, **options: Any) -> Any:
+            micro = make(*args, **options)
             shapes.append(None if micro.routing is None else list(micro.routing.shape[1:]))
             return micro
 
