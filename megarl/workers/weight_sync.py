@@ -208,23 +208,26 @@ class WeightSync:
     def _check_local_tensors(self, sender: WeightSender) -> tuple[list[str], bool]:
         """Return the differences of this rank's engine from the plan, and whether it fuses the shared expert with the
         others."""
-        tensors: dict[str, Any] = {}
+        tensors: dict[bool, dict[str, Any]] = {}  # a draft model may have the names of the policy
         odd_tensors: list[str] = []
         for draft in self._draft_flags:
             answer = sender.send_order({"do": "describe"}, draft)
-            tensors |= answer.get("tensors", {})
+            tensors[draft] = answer.get("tensors", {})
             odd_tensors += answer.get("odd", [])
         if sender.errors:
             return [], False
         layout = self.plan.engine
         has_shared_experts = any(param.slot and is_shared_expert(param.slot.name) for param in self.params)
-        fuses = has_shared_experts and not any(map(is_shared_expert, tensors))
+        fuses = has_shared_experts and not any(map(is_shared_expert, tensors[False]))
         if fuses:
             layout = replace(layout, fuse_shared=True)  # SGLang's decision, the same on all ranks
         assert self.engine_rank is not None
         position, wire = self.engine_rank % layout.tp, self.plan.assignment.wire
-        problems = find_engine_problems(tensors, self.params, layout, position, self.num_experts, wire)
-        return find_layout_problems(odd_tensors) + problems, fuses
+        problems = find_layout_problems(odd_tensors)
+        for draft, own in tensors.items():
+            rows = [param for param in self.params if param.slot and param.slot.is_draft == draft]
+            problems += find_engine_problems(own, rows, layout, position, self.num_experts, wire)
+        return problems, fuses
 
     def _gather(self, value: Any) -> list[Any]:
         """All-gather over the member ranks, in order."""

@@ -47,7 +47,6 @@ def delta_nets(rng: random.Random, heads: int) -> dict[str, Any]:
         "linear_key_head_dim": rng.randint(1, 3),
         "linear_value_head_dim": rng.randint(1, 3),
         "linear_conv_kernel_dim": rng.randint(2, 4),
-        "num_nextn_predict_layers": rng.randint(0, 1),
     }
 
 
