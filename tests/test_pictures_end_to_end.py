@@ -62,3 +62,14 @@ def test_qwen3_vl_moe_trains_two_steps_on_two_ranks(tmp_path: Path, host: str) -
     layout = ["parallel.world_size=2", "parallel.ranks_per_node=2", "parallel.tp=2", "parallel.ep=2", "rollout.tp=2"]
     settings = [*layout, "rollout.ep=2", "train.routing_replay=true"]
     check_run(*run(tmp_path, "qwen3_vl_moe", host, *settings), "model.visual.")
+
+
+@pytest.mark.nightly
+def test_adapters_in_bf16_leave_the_tower_unchanged(tmp_path: Path, host: str) -> None:
+    settings = ["model.freeze_vision_tower=true", "model.dtype=bfloat16", "lora.rank=4", "actor_optimizer.lr=0.01"]
+    folder, run_dir = run(tmp_path, "qwen2_5_vl", host, *settings)
+    for row in read_steps(run_dir):
+        assert row["rollout/logprob_diff_p95"] <= 0.1 and row["actor/grad_norm"] > 0, row
+    before, after = (load_file(path / "model.safetensors") for path in (folder / "model", run_dir / "export"))
+    changed = {name for name in before if not torch.equal(before[name].bfloat16(), after[name])}
+    assert changed and all(name.startswith("model.layers.") for name in changed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ from megarl.data.images import ImageProcessor
 from megarl.types import Image, TrainBatch, pack_images, unpack_images
 
 IMAGE_TOKEN = 190
-PLACES: dict[int, list[tuple[int, tuple[int, int]]]] = {
+Places = Mapping[int, Sequence[tuple[int, tuple[int, int]]]]
+PLACES: Places = {
     1: [(3, (2, 3)), (12, (2, 2))],
     2: [(2, (2, 3))],
     5: [(1, (3, 2)), (19, (1, 1))],
@@ -43,8 +44,8 @@ def picture(height: int, width: int, seed: int = 0) -> bytes:
     return file.getvalue()
 
 
-def add(batch: TrainBatch, patch: int) -> TrainBatch:
-    """Put images into `tiny.batch()`. Two sequences share one. Images are outside of the loss mask."""
+def add(batch: TrainBatch, patch: int, places: Places = PLACES) -> TrainBatch:
+    """Put images into a batch. Two sequences of `PLACES` share one. Images are outside of the loss mask."""
     from dataclasses import replace
 
     processor = ImageProcessor.load(processor_folder(patch))
@@ -53,7 +54,7 @@ def add(batch: TrainBatch, patch: int) -> TrainBatch:
     packed = []
     for number, sequence_start in enumerate(batch.cu_seqlens[:-1].tolist()):
         sequence = []
-        for start, size in PLACES.get(number, []):
+        for start, size in places.get(number, []):
             rows, columns = size
             data = picture(2 * patch * rows, 2 * patch * columns, seed=rows + 2 * columns)
             image = replace(processor.read(data), start=start)

@@ -331,7 +331,7 @@ def hf_config(hf: dict[str, Any]) -> Any:
     """Return the configuration object of a config.json."""
     values = {name: value for name, value in hf.items() if name != "architectures"}
     if "vision_config" in values:
-        outer = {key: values[key] for key in (*VISION_KEYS, "tie_word_embeddings")}
+        outer = {key: values[key] for key in (*VISION_KEYS, "tie_word_embeddings") if key in values}
         text = {key: value for key, value in values.items() if key not in VISION_KEYS and key != "model_type"}
         values = {"text_config": text, **outer}
     return hf_class(hf).config_class(**values)

@@ -23,10 +23,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "megatron"))
 torch.set_num_threads(1)
 
+import images  # noqa: E402
 import reference  # noqa: E402
 import tiny  # noqa: E402
 
 from megarl.config import ConfigError  # noqa: E402
+from megarl.models import qwen_vl  # noqa: E402
 from megarl.models.layout_algebra import shard  # noqa: E402
 from megarl.models.registry import family_of  # noqa: E402
 from megarl.parallel import ranks as parallel_ranks  # noqa: E402
@@ -46,6 +48,8 @@ KNOWN: dict[str, list[Any]] = {
     "quantization_config": [None],  # for stored weights
 }
 """Other values of fields that have a fixed set of them."""
+PLACES = {0: [(3, (2, 3)), (12, (2, 2))], 1: [(1, (1, 2))]}
+"""Where the two sequences have images, for a model with a vision tower."""
 
 ROPE: dict[str, Any] = dict(
     rope_type="yarn",
@@ -115,15 +119,22 @@ def full_config(family: str) -> dict[str, Any]:
     values = copy.deepcopy(tiny.HF[family])
     written = json.loads(tiny.hf_config(values).to_json_string(use_diff=False))
     written["architectures"] = values["architectures"]
+    if "vision_config" in values:
+        known = qwen_vl.VISION_DEFAULTS[written["model_type"]]
+        vision = {key: value for key, value in written.pop("vision_config").items() if key in known}
+        written = written.pop("text_config") | written | {"vision_config": vision}
     # and what SGLang alone reads
     return {key: value for key, value in values.items() if key not in ("rope_theta", "rope_scaling")} | written
 
 
 def cases(hf: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key in sorted(hf.keys() - IDENTITY):
+    for key in sorted(hf.keys() - IDENTITY - {"vision_config"}):
         yield key, ABSENT
         for value in other_values(key, hf[key]):
             yield key, value
+    for key, value in hf.get("vision_config", {}).items():
+        for other in (ABSENT, *other_values(key, value)):
+            yield f"vision_config.{key}", other
     if "rope_scaling" not in hf:  # the spelling of transformers 4
         for value in SCALED:
             yield "rope_scaling", value
@@ -133,6 +144,9 @@ def cases(hf: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def changed(hf: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
+    block, _, inner = key.partition(".")
+    if inner:
+        return {**hf, block: changed(hf[block], inner, value)}
     result = copy.deepcopy({other: kept for other, kept in hf.items() if other != key})
     return result if value is ABSENT else result | {key: copy.deepcopy(value)}
 
@@ -142,7 +156,7 @@ def hf_model(hf: dict[str, Any]) -> Any:
     from transformers.initialization import no_init_weights
 
     model_class = tiny.hf_class(hf)
-    config = model_class.config_class.from_dict(copy.deepcopy(hf))
+    config = tiny.hf_config(hf) if "vision_config" in hf else model_class.config_class.from_dict(copy.deepcopy(hf))
     config._attn_implementation = "eager"
     with no_init_weights():
         model = model_class._from_config(config, dtype=torch.float32).eval()
@@ -158,7 +172,8 @@ def hf_model(hf: dict[str, Any]) -> Any:
 def description(hf: dict[str, Any]) -> str:
     """Return everything that the trainer's model derives from config.json."""
     family = family_of(hf)
-    return repr((family.params(hf, 1), family.megatron_config(hf), family.gpt_kwargs(hf), family.extras(hf)))
+    tower = None if family.vision is None else family.vision.config(hf)
+    return repr((family.params(hf, 1), family.megatron_config(hf), family.gpt_kwargs(hf), family.extras(hf), tower))
 
 
 class Trainer:
@@ -172,7 +187,10 @@ class Trainer:
 
         key = description(hf)
         if key not in self.known:
-            config = tiny.config(train={"max_tokens_per_gpu": 64})
+            settings: dict[str, Any] = {"train": {"max_tokens_per_gpu": 64}}
+            if (vision := family_of(hf).vision) is not None:
+                settings["model"] = {"path": images.processor_folder(vision.config(hf)["patch_size"])}
+            config = tiny.config(**settings)
             model = MegatronModel(hf, config, RANKS, "actor", trains=False)
             tensors = tiny.hf_tensors(hf_model(hf))
             model.load_shards(lambda param, tp, rank: shard(param, tensors, tp, rank))
@@ -202,7 +220,10 @@ def outcome(hf: dict[str, Any], trainer: Trainer) -> str:
 
 
 def check(family: str) -> dict[str, Any]:
-    hf, trainer = full_config(family), Trainer(tiny.batch((26, 9)))
+    hf, batch = full_config(family), tiny.batch((26, 9))
+    if "vision_config" in hf:
+        batch = images.add(batch, hf["vision_config"]["patch_size"], PLACES)
+    trainer = Trainer(batch)
     counts: dict[str, int] = {"equal": 0, "refused": 0, "invalid": 0}
     failures = {} if (base := outcome(hf, trainer)) == "equal" else {"unchanged": base}
     for key, value in cases(hf):
