@@ -19,6 +19,7 @@ EXPECTED = {
     "torch.cuda.random.get_rng_state",
     "torch.tensor",
     "torch.zeros",
+    "torch.empty",
     "torch.Tensor.cuda",
     "torch.Tensor.type",
     "megatron.core.jit.jit_fuser",
