@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,9 @@ from megarl.models.layout_algebra import Param, matrix_shape
 from megarl.models.registry import family_of, load_hf_config
 from megarl.reshard.plan.layout import EngineLayout, engine_shapes
 from megarl.reshard.run.checksum import device_hash
+
+SHARED = {"model.embed_tokens.weight", "lm_head.weight"}
+"""Tensors that a draft model has in common with the policy; tied, they are one tensor."""
 
 
 def check_orders(running: RunningEngine, layout: EngineLayout, new: PreTrainedModel, folder: Path) -> None:
@@ -40,7 +43,8 @@ def overwrite_weights(engine: Engine, layout: EngineLayout, folder: Path, versio
     engine.begin_update()
     _write(engine, layout, params, tensors, experts)
     if layout.draft:
-        _write(engine, layout, drafts, tensors, experts, draft=True)
+        shared = {"model.embed_tokens.weight"} if hf["tie_word_embeddings"] else SHARED
+        _write(engine, layout, drafts, tensors, experts, shared)
     engine.end_update(version)
 
 
@@ -50,12 +54,13 @@ def _write(
     params: Sequence[Param],
     tensors: Mapping[str, torch.Tensor],
     experts: int,
-    draft: bool = False,
+    shared: Set[str] = frozenset(),
 ) -> None:
+    """Write parameters into the policy, or into a draft model, which has `shared` tensors in common with it."""
+    draft = bool(shared)
     order_buffers = [OrderBuffer() for _ in range(layout.tp)]
     engine.call_loader([box.make_payload({"do": "describe"}) for box in order_buffers], draft)
     descriptions = [box.read_answer()["tensors"] for box in order_buffers]
-    shared = {"model.embed_tokens.weight", "lm_head.weight"} if draft else set()  # shared with the policy
     for position, tensors_of_rank in enumerate(descriptions):
         assert shared <= tensors_of_rank.keys()
         shapes = {name: tuple(shape) for name, (_, shape) in tensors_of_rank.items() if name not in shared}
