@@ -17,13 +17,13 @@ import base64
 import io
 import json
 import random
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
-from megarl.config import ConfigError
-from megarl.config.command_line import Parser, check_writable_folder, int_in_range, run_cli
+from make_quickstart import new_folder
+
+from megarl.config.command_line import Parser, int_in_range, run_cli
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl_moe")
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -179,19 +179,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def make(options: argparse.Namespace) -> int:
-    check_writable_folder(options.out, "OUT")
-    if options.out.is_dir() and any(options.out.iterdir()):
-        raise ConfigError(f"{options.out} is not empty; name another folder, or remove what is in it")
-    # Write to a temporary folder and rename it, so that a folder of this name is always complete.
-    unfinished = options.out.absolute().with_name(f".{options.out.absolute().name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    try:
-        parameters = write_model(unfinished / "model", options.family, options.seed)
-        write_data(unfinished, options.seed, options.train, options.held_out)
-        unfinished.rename(options.out)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+    with new_folder(options.out) as folder:
+        parameters = write_model(folder / "model", options.family, options.seed)
+        write_data(folder, options.seed, options.train, options.held_out)
     print(
         f"{options.out}: model/ ({options.family}, {parameters / 1e6:.2f} M parameters), train.jsonl "
         f"({options.train}), eval.jsonl ({options.held_out})"

@@ -18,6 +18,7 @@ import random
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -310,20 +311,29 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def make(options: argparse.Namespace) -> int:
-    check_writable_folder(options.out, "OUT")
-    if options.out.is_dir() and any(options.out.iterdir()):
-        raise ConfigError(f"{options.out} is not empty; name another folder, or remove what is in it")
-    # Write to a temporary folder and rename it, so that a folder of this name is always complete.
-    unfinished = options.out.absolute().with_name(f".{options.out.absolute().name}.unfinished")
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """Yield a temporary folder to write into, renamed to `out` at the end, so that `out` is always complete.
+
+    Raises ConfigError if `out` is not empty or cannot be written.
+    """
+    check_writable_folder(out, "OUT")
+    if out.is_dir() and any(out.iterdir()):
+        raise ConfigError(f"{out} is not empty; name another folder, or remove what is in it")
+    unfinished = out.absolute().with_name(f".{out.absolute().name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     try:
-        parameters = write_model(unfinished / "model", options.family, options.seed)
-        write_data(unfinished, options.seed, options.train, options.held_out, options.demonstrations)
-        unfinished.rename(options.out)
+        yield unfinished
+        unfinished.rename(out)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def make(options: argparse.Namespace) -> int:
+    with new_folder(options.out) as folder:
+        parameters = write_model(folder / "model", options.family, options.seed)
+        write_data(folder, options.seed, options.train, options.held_out, options.demonstrations)
     print(
         f"{options.out}: model/ ({options.family}, {parameters / 1e6:.2f} M parameters), sft.jsonl "
         f"({options.demonstrations}), train.jsonl ({options.train}), eval.jsonl ({options.held_out})"

@@ -110,7 +110,7 @@ class ModelConfig:
     megatron: dict[str, Any] = field(default_factory=dict)
     """Further fields of Megatron's TransformerConfig, by Megatron's names."""
     freeze_vision_tower: bool = True
-    """Of a model for images, train the language model alone."""
+    """Do not train the vision tower, of a model that has one."""
 
 
 @dataclass(frozen=True)

@@ -234,10 +234,10 @@ def read_image(value: Any, location: str) -> bytes:
 
 def check_placeholders(messages: Sequence[Message], count: int, location: str) -> None:
     """Raise ConfigError unless the messages have a placeholder for each of `count` images."""
-    found = sum(str(message.get("content") or "").count(PLACEHOLDER) for message in messages)
-    if found != count:
+    num_placeholders = sum(str(message.get("content") or "").count(PLACEHOLDER) for message in messages)
+    if num_placeholders != count:
         raise ConfigError(
-            f"{location}: there are {count} images, but {PLACEHOLDER} occurs {found} times in the messages"
+            f"{location}: there are {count} images, but {PLACEHOLDER} occurs {num_placeholders} times in the messages"
         )
 
 
