@@ -1,4 +1,4 @@
-"""Start an engine and wait to be killed: `hold_engine.py MODEL RUN`. Prints the pid of its own host, or 0."""
+"""Start an engine and wait to be killed: `hold_engine.py MODEL RUN`. Prints its own host's pid and socket, or 0."""
 
 from __future__ import annotations
 
@@ -13,5 +13,6 @@ from megarl.engine.sglang_engine import Engine
 if __name__ == "__main__":
     engine = Engine(make_config(Path(sys.argv[1]), Path(sys.argv[2])), threads=1)
     engine.start()
-    print(engine._host.process.pid if engine._host else 0, flush=True)
+    host = engine._host
+    print(*((host.process.pid, host.path) if host else (0,)), flush=True)
     time.sleep(600)
