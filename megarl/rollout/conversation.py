@@ -176,21 +176,17 @@ class _Conversation:
         images = sequence_images(state.turns)
         options: dict[str, Any] = {"images": images} if images else {}
         params = {**self._params, "max_new_tokens": budget}
-        out = await self._policy.generate(context, params, state.num_routed, **options)
+        out = await self._policy.generate(context, params, state.recorded, **options)
         turns, last_token = state.turns, None
         if len(out.token_ids):
             new_turn, last_token = out.to_turn(), int(out.token_ids[-1])
             turns = (*turns[:-1], merge_turns(turns[-1], new_turn)) if state.num_turn_tokens else (*turns, new_turn)
         state = self.state = replace(
-            state,
+            state.extend_record(out),
             turns=turns,
             num_turn_tokens=state.num_turn_tokens + len(out.token_ids),
             drafted=state.drafted + out.drafted,
             accepted=state.accepted + out.accepted,
-            routing=state.routing if out.routing is None else (*state.routing, out.routing),
-            sparse_indices=(
-                state.sparse_indices if out.sparse_indices is None else (*state.sparse_indices, out.sparse_indices)
-            ),
             sampling_masks=state.extend_masks(out.sampling_mask, len(out.token_ids)),
         )
         # complete even if it was aborted at that moment

@@ -229,7 +229,7 @@ class Oversampling:
     """Plans over-sampled generations and keeps partial groups between steps.
 
     loader: loader of the training prompts. engine, engines: index of this lead's engine, None on ranks that lead none,
-    and number of engines. replays_routing: whether the trainer replays the engine's routing.
+    and number of engines.
     """
 
     def __init__(
@@ -239,10 +239,9 @@ class Oversampling:
         comm: Comm,
         engine_index: int | None,
         num_engines: int,
-        replays_routing: bool = False,
     ) -> None:
         self._config, self._prompt_loader, self._comm = config, loader, comm
-        self._engine_index, self._num_engines, self._replays_routing = engine_index, num_engines, replays_routing
+        self._engine_index, self._num_engines = engine_index, num_engines
         self._partial_groups: list[Group] = []
         self._num_partial_groups = 0
         self._last_step = -1
@@ -324,11 +323,4 @@ class Oversampling:
                 f"{folder} has {self._num_partial_groups} groups of partial rollouts (rollout.oversample), which "
                 f"rollout.asynchronous=true cannot continue: set it to false until a checkpoint has none, which "
                 f"rollout.oversample=1 achieves"
-            )
-        # See `check_replayed_prefixes`.
-        if self._num_partial_groups and self._replays_routing and self._config.max_staleness:
-            raise ConfigError(
-                f"{folder} has {self._num_partial_groups} groups of partial rollouts (rollout.oversample), "
-                "whose records train.routing_replay and train.sparse_index_replay cannot replay: set them to false "
-                "until a checkpoint has none, or rollout.max_staleness to 0, which restarts them"
             )

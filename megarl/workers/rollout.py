@@ -83,8 +83,6 @@ class RolloutWorker(Worker):
             row_exchange.WorldComm(),
             engine_index,
             num_engines,
-            (self.config.train.routing_replay or self.config.train.sparse_index_replay)
-            and "actor" in context.num_updates,
         )
         self._stream = RolloutStream(
             self.config,

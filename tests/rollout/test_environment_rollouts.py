@@ -13,7 +13,7 @@ from scripted import CONFIG, END, TOKENIZER, ScriptedPolicy, ids, make_generatio
 
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import RolloutConfig
-from megarl.engine.engine_protocol import Generation
+from megarl.engine.engine_protocol import NOT_RECORDED, Generation, RecordedPrefix
 from megarl.environments.catalog import load_catalog
 from megarl.environments.process_sessions import EnvironmentPool
 from megarl.rollout.conversation import RolloutContext, run_conversation
@@ -123,11 +123,11 @@ class HaltsInSecondTurn(ScriptedPolicy):
         self.halt = asyncio.Event()
 
     async def generate(
-        self, context: Any, params: dict[str, Any], routed: int = 0, on_tokens: Any = None
+        self, context: Any, params: dict[str, Any], recorded: RecordedPrefix = NOT_RECORDED, on_tokens: Any = None
     ) -> Generation:
         if self.requests:
             self.halt.set()
-        return await super().generate(context, params, routed)
+        return await super().generate(context, params, recorded)
 
 
 def test_halt_during_a_tool_call_does_not_repeat_the_call() -> None:

@@ -23,7 +23,7 @@ from scripted import (
     parse,
 )
 
-from megarl.engine.engine_protocol import EngineLost, Generation, RequestFailed
+from megarl.engine.engine_protocol import NOT_RECORDED, EngineLost, Generation, RecordedPrefix, RequestFailed
 from megarl.environments.protocol import ToolResult
 from megarl.rollout.aborted import TooManyAborted
 from megarl.rollout.conversation import RolloutContext, derive_seed, run_conversation
@@ -116,7 +116,11 @@ def test_too_many_aborts_end_generation_without_waiting() -> None:
 def test_unreachable_engine_raises_one_error() -> None:
     class UnreachablePolicy(ScriptedPolicy):
         async def generate(
-            self, context: Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: Any = None
+            self,
+            context: Sequence[int],
+            params: dict[str, Any],
+            recorded: RecordedPrefix = NOT_RECORDED,
+            on_tokens: Any = None,
         ) -> Generation:
             raise RuntimeError("the engine cannot be reached")
 
@@ -338,10 +342,14 @@ def test_engine_serves_another_conversation_while_a_tool_runs() -> None:
 
     class Policy(ScriptedPolicy):
         async def generate(
-            self, context: Ids | Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: Any = None
+            self,
+            context: Ids | Sequence[int],
+            params: dict[str, Any],
+            recorded: RecordedPrefix = NOT_RECORDED,
+            on_tokens: Any = None,
         ) -> Generation:
             assert self.num_running == 0
-            out = await super().generate(context, params, routed)
+            out = await super().generate(context, params, recorded)
             if len(self.requests) == 2:
                 other_ended.set()
             return out
@@ -413,7 +421,9 @@ def test_stops_and_resumes_surplus_groups_with_oversampling() -> None:
     assert any(turn.versions for rollout in done for turn in rollout.turns)  # some were stopped within a turn
     for rollout in done:
         assert rollout.token_ids.tolist() == undisturbed_tokens(rollout.prompt)
-        assert rollout.routing is not None and rollout.routing.flatten().tolist() == [*range(rollout.num_tokens - 1)]
+        newest = [turn.weight_version for turn in rollout.turns if turn.is_action][-1]
+        assert rollout.routing is not None  # all of it by the newest weights
+        assert rollout.routing[:, 0].tolist() == [[i, newest] for i in range(rollout.num_tokens - 1)]
 
 
 def make_halted(version: int, text: str = "12") -> PartialRollout:

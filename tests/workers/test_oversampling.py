@@ -250,23 +250,6 @@ def test_asynchronous_rollouts_reject_partial_groups(tmp_path: Path) -> None:
         after.resume(tmp_path, state)
 
 
-def test_routing_replay_rejects_stale_partial_groups(tmp_path: Path) -> None:
-    """Newer weights would prefill the partial responses again and route to other experts than recorded."""
-    before = OversampledRun(LOCAL, 1, LocalKVStore(), oversample=2.0)
-    before.run_steps(1, 2)
-    state = before.save(tmp_path)
-    after = OversampledRun(LOCAL, 1, LocalKVStore(), oversample=1.0)
-    after.oversampling._replays_routing = True
-    with pytest.raises(
-        ConfigError,
-        match="groups of partial rollouts .* records train.routing_replay and train.sparse_index_replay cannot",
-    ):
-        after.resume(tmp_path, state)
-    restarting = OversampledRun(LOCAL, 1, LocalKVStore(), oversample=1.0, max_staleness=0)
-    restarting.oversampling._replays_routing = True
-    restarting.resume(tmp_path, state)
-
-
 def test_reads_the_folder_name_of_earlier_versions(tmp_path: Path) -> None:
     run = OversampledRun(LOCAL, 1, LocalKVStore(), oversample=2.0)
     run.run_steps(1, 2)
