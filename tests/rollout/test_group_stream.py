@@ -353,10 +353,13 @@ class OversampledEngines:
 
 
 def assert_whole(rollout: Rollout) -> None:
-    """Check that the rollout has the tokens of an undisturbed conversation, and one routing record for each."""
+    """Check that the rollout has the tokens of an undisturbed conversation, and a routing record of each by the newest
+    weights."""
     step, group = map(int, rollout.prompt.id.split("/"))
     assert rollout.token_ids.tolist() == undisturbed_tokens(step, group)
-    assert rollout.routing is not None and rollout.routing.flatten().tolist() == list(range(rollout.num_tokens - 1))
+    newest = rollout.version_spans[-1][0]
+    assert rollout.routing is not None
+    assert rollout.routing[:, 0].tolist() == [[number, newest] for number in range(rollout.num_tokens - 1)]
 
 
 @pytest.mark.parametrize("dies_after", [-1, 5, 60, 150])
