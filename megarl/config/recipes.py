@@ -28,11 +28,13 @@ class Recipe:
 
 PPO = "megarl.controllers.ppo:PPOController"
 GRPO = "megarl.controllers.grpo:GRPOController"
+DPO = "megarl.controllers.dpo:DPOController"
 
 _NO_KL = {"kl.apply_to": "none"}
 _KL_LOSS = {"kl.apply_to": "loss"}
 _GROUP = {"advantage.estimator": "grpo", "advantage.norm_by_std": True}
 _CLIP_HIGHER = {"loss.clip": 0.2, "loss.clip_high": 0.28, "loss.agg_mode": "token-mean"}
+_NO_REFERENCE = {"reference_free": True}
 _GROUP_NO_KL = {**_NO_KL, **_GROUP}
 
 RECIPES: dict[str, Recipe] = {
@@ -98,6 +100,19 @@ RECIPES: dict[str, Recipe] = {
     "sft": Recipe("megarl.controllers.sft:SFTController"),
     # arXiv:2203.02155, section 3.5.
     "reward_model": Recipe("megarl.controllers.reward_model:RewardModelController"),
+    # --- on preference pairs ---
+    # arXiv:2305.18290.
+    "dpo": Recipe(DPO),
+    # arXiv:2310.12036.
+    "ipo": Recipe(DPO, {"options": {"loss": "ipo"}}),
+    # arXiv:2405.14734, with the values of its published runs: beta 2, gamma half of it.
+    "simpo": Recipe(DPO, {"options": {**_NO_REFERENCE, "length_normalized": True, "beta": 2.0, "target_margin": 1.0}}),
+    # arXiv:2401.08417.
+    "cpo": Recipe(DPO, {"options": {**_NO_REFERENCE, "sft_coef": 1.0}}),
+    # arXiv:2403.07691; beta is the paper's lambda.
+    "orpo": Recipe(
+        DPO, {"options": {**_NO_REFERENCE, "loss": "orpo", "length_normalized": True, "beta": 0.1, "sft_coef": 1.0}}
+    ),
     # --- without training ---
     # Generates, scores and records rollouts for a data set.
     "generate": Recipe("megarl.controllers.generate:GenerateController", {"run.export": False, "data.shuffle": False}),
