@@ -56,6 +56,8 @@ RECIPES: dict[str, Recipe] = {
     # --- relative to the other samples of the prompt ---
     # arXiv:2402.03300, with the KL in the loss (eq. 3). Its mean over sequences is `loss.agg_mode=seq-mean-token-mean`.
     "grpo": Recipe(GRPO, {**_KL_LOSS, **_GROUP}),
+    # arXiv:2601.05242: each part of the reward is normalized on its own.
+    "gdpo": Recipe(GRPO, {**_KL_LOSS, "advantage.estimator": "gdpo"}),
     # arXiv:2503.20783: no normalization by the group's deviation or by the response's length.
     "dr_grpo": Recipe(
         GRPO,

@@ -76,9 +76,7 @@ class TrainBatch:
     marked: torch.Tensor | None = None  # [T] bool, tokens that the policy loss selected from the global mini-batch
     counts: Counts | None = None  # of the global mini-batch that this batch is, or is a part of
     episode: torch.Tensor | None = None  # [N] int64, branches of one episode share a number; None: no branches
-    keeps_groups: bool = (
-        False  # whether an update keeps a group's sequences in one micro-batch, whose loss compares them
-    )
+    keeps_groups: bool = False  # True if the loss compares the sequences of a group, which then share a micro-batch
 
     @staticmethod
     def from_rollouts(rollouts: Rollouts | Sequence[Rollout]) -> TrainBatch:
