@@ -509,6 +509,7 @@ def test_sft_policy_calls_its_tool_in_training_and_evaluation(folder: Path, tmp_
     assert re.search(r"ALARM: step 1: (\d+) of \1 calls of the tool calculator failed: no licence \(OSError at ", log)
 
 
+@pytest.mark.nightly
 def test_gdpo_normalizes_each_part_of_the_reward(folder: Path, tmp_path: Path, host: str) -> None:
     """Two steps; the recorded advantages follow from the recorded parts, whose scales differ by a factor of 100."""
     parts = ["reward.functions=[sum_reward:even, sum_reward:short]", "reward.weights={short: 0.5}", "run.num_rollout=2"]

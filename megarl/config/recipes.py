@@ -29,6 +29,7 @@ class Recipe:
 PPO = "megarl.controllers.ppo:PPOController"
 GRPO = "megarl.controllers.grpo:GRPOController"
 DPO = "megarl.controllers.dpo:DPOController"
+DISTILL = "megarl.controllers.distill:DistillController"
 
 _NO_KL = {"kl.apply_to": "none"}
 _KL_LOSS = {"kl.apply_to": "loss"}
@@ -98,7 +99,22 @@ RECIPES: dict[str, Recipe] = {
     "kl_cov": Recipe(GRPO, {**_GROUP_NO_KL, "loss.policy_loss": "kl_cov"}),
     # --- without a reward ---
     # Reverse KL to the role `teacher`, in place of a KL to the reference.
-    "distill": Recipe("megarl.controllers.distill:DistillController", {"kl.apply_to": "none"}),
+    "distill": Recipe(DISTILL, _NO_KL),
+    # arXiv:2601.18734: the teacher is the policy with its initial weights, which knows the reference answer.
+    "self_distill": Recipe(
+        DISTILL,
+        {
+            **_NO_KL,
+            "options": {
+                "teachers": {
+                    "reference": {
+                        "prompt": "{prompt}\n\nHere is the reference solution:\n{ground_truth}\n\n"
+                        "Make sure that you understand it, then answer in your own words."
+                    }
+                }
+            },
+        },
+    ),
     "sft": Recipe("megarl.controllers.sft:SFTController"),
     # arXiv:2203.02155, section 3.5.
     "reward_model": Recipe("megarl.controllers.reward_model:RewardModelController"),

@@ -33,7 +33,7 @@ import torch
 from megarl.algorithms.advantages import group_advantages, spread_to_tokens
 from megarl.algorithms.token_stats import token_mean
 from megarl.config import Config, ConfigError, Weight, strict
-from megarl.config.strict import PositiveFloat
+from megarl.config.strict import PositiveFloat, Prose
 from megarl.controllers.controller import Flow, StepResult
 from megarl.controllers.mini_batches import MetricMeans
 from megarl.controllers.policy_gradient import PolicyUpdateController, policy_loss, policy_loss_columns
@@ -50,7 +50,7 @@ class TeacherOptions:
     """Weight among the teachers of a rollout, which are normalized to sum to 1."""
     sources: tuple[str, ...] = ()
     """Data sources (the column `data_source`) of the prompts that it teaches; empty for all."""
-    prompt: str = ""
+    prompt: Prose = ""
     """What it reads in place of the last user message, as a format string: `{prompt}` is that message, `{ground_truth}`
     the reference answer, and other names are further columns of the row. Empty for the student's prompt."""
 
