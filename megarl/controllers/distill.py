@@ -25,20 +25,22 @@ from __future__ import annotations
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from megarl.algorithms.advantages import group_advantages, spread_to_tokens
 from megarl.algorithms.token_stats import token_mean
+from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import Config, ConfigError, Weight, strict
 from megarl.config.strict import PositiveFloat, Prose
 from megarl.controllers.controller import Flow, StepResult
+from megarl.controllers.cross_tokenizer import Alignment, align_rollouts
 from megarl.controllers.mini_batches import MetricMeans
-from megarl.controllers.policy_gradient import PolicyUpdateController, policy_loss, policy_loss_columns
-from megarl.parallel.placement import BUILTIN_ROLES
-from megarl.types import Message, ModelOutput, Prompt, Rollouts, TokenLoss, TrainBatch, reads
+from megarl.controllers.policy_gradient import Experience, PolicyUpdateController, policy_loss, policy_loss_columns
+from megarl.parallel.placement import BUILTIN_ROLES, role_settings
+from megarl.types import ModelOutput, Prompt, Rollouts, TokenLoss, TrainBatch, reads
 from megarl.types.requirements import Requirements
 from megarl.workers.futures import Future
 from megarl.workers.worker_registry import TEACHER
@@ -53,6 +55,8 @@ class TeacherOptions:
     prompt: Prose = ""
     """What it reads in place of the last user message, as a format string: `{prompt}` is that message, `{ground_truth}`
     the reference answer, and other names are further columns of the row. Empty for the student's prompt."""
+    tokenizer: Literal["policy", "own"] = "policy"
+    """`own` for a model with another tokenizer, which reads texts (`controllers/cross_tokenizer.py`)."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,8 @@ class DistillOptions:
     itself before the step's updates; any other name is a model of its own: `roles: {NAME: {model: FOLDER}}`. Keys:
     `weight` among the teachers of a rollout, normalized to sum to 1; `sources`, the data sources that it teaches, all
     by default; `prompt`, a format string that it reads in place of the last user message, such as "{prompt} The
-    solution is {ground_truth}. Explain it.", with the names of the row's further columns."""
+    solution is {ground_truth}. Explain it.", with the names of the row's further columns; `tokenizer`, `own` for a
+    model with another tokenizer than the policy's, which must be the only teacher."""
     reward_coef: Weight = 0.0
     """Weight of the reward's advantage, group-relative as in GRPO, added to the teacher's advantage on all tokens of a
     sample; 0 learns from the teacher alone."""
@@ -74,6 +79,13 @@ class DistillOptions:
     """Clip the teacher's advantage of a token to [-advantage_clip, advantage_clip], in nats; null disables
     clipping."""
     synonyms = {"centre": "center_advantages", "bound": "advantage_clip"}
+
+
+@dataclass(frozen=True)
+class TextExperience(Experience):
+    """Experience with the answers in the tokens of a teacher that has its own tokenizer."""
+
+    alignment: Alignment | None = None
 
 
 SELF = ("reference", "actor")
@@ -89,6 +101,7 @@ class DistillController(PolicyUpdateController):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.teachers = read_teachers(self.options)
+        self._teacher_chat: ChatTemplate | None = None  # of the teacher with its own tokenizer
 
     @classmethod
     def read_options(cls, config: Config) -> Any:
@@ -98,7 +111,9 @@ class DistillController(PolicyUpdateController):
                 "KL to the teacher; set it to none"
             )
         options = super().read_options(config)
-        read_teachers(options)
+        for name, teacher in read_teachers(options).items():
+            if teacher.tokenizer == "own":
+                check_own_tokenizer(config, name, options)
         return options
 
     @classmethod
@@ -116,6 +131,9 @@ class DistillController(PolicyUpdateController):
             super().declare_requirements(config),
             is_group_relative=options.reward_coef > 0,
             workers={name: TEACHER for name in options.teachers if name not in SELF},
+            own_tokenizer_roles=tuple(
+                name for name, teacher in read_teachers(options).items() if teacher.tokenizer == "own"
+            ),
         )
 
     def load_items(self, flow: Flow) -> Sequence[Prompt]:
@@ -141,7 +159,14 @@ class DistillController(PolicyUpdateController):
 
         # 2. Advantages: the teacher's preference for each token, plus the reward's where it has a weight.
         advantages = torch.where(batch.loss_mask, batch.ref_logprobs - policy.logprobs, 0.0)
+        alignment = experience.alignment if isinstance(experience, TextExperience) else None
+        if alignment is not None:
+            has_span = batch.loss_mask & (alignment.heads >= 0)
+            advantages = torch.where(has_span, advantages, 0.0)
+            metrics["distill/aligned_frac"] = token_mean(has_span.float(), batch.loss_mask, batch.all_reduce)
         metrics["distill/reverse_kl"] = -token_mean(advantages, batch.loss_mask, batch.all_reduce)
+        if alignment is not None:
+            advantages = alignment.sum_spans(advantages)
         if (clip := self.options.advantage_clip) is not None:
             advantages = advantages.clamp(-clip, clip)
         if self.options.center_advantages:
@@ -167,8 +192,37 @@ class DistillController(PolicyUpdateController):
         flow.rollout.update_weights(flow.actor)
         return self.finish_step(experience, batch, metrics | means.sync(), kl_mean=None)
 
-    def begin_reference(self, flow: Flow, rollouts: Rollouts, batch: TrainBatch) -> Future[ModelOutput]:
-        """Start the teachers' forward passes. The future has the means of their log-probs by weight, [T]."""
+    def collect_experience(self, flow: Flow, items: Sequence[Prompt]) -> Experience:
+        experience = super().collect_experience(flow, items)
+        name, teacher = next(iter(self.teachers.items()))
+        if teacher.tokenizer == "policy":
+            return experience
+        chat = flow.data.chat
+        if self._teacher_chat is None:
+            path = role_settings(self.config, name).model
+            self._teacher_chat = ChatTemplate.load(path, chat.catalog.tools, chat.catalog.environments)
+        alignment = align_rollouts(
+            experience.trained_rollouts,
+            chat,
+            self._teacher_chat,
+            lambda prompt: fill_prompt(prompt, teacher.prompt, f"options.teachers.{name}.prompt"),
+        )
+        return TextExperience(**vars(experience), alignment=alignment)
+
+    def begin_reference(self, flow: Flow, experience: Experience, batch: TrainBatch) -> Future[ModelOutput]:
+        """Start the teachers' forward passes. The future has the means of their log-probs by weight, [T]; of a teacher
+        with its own tokenizer the sum of each span, at the span's first token."""
+        rollouts = experience.trained_rollouts
+        if isinstance(experience, TextExperience) and (alignment := experience.alignment) is not None:
+            read = TrainBatch.from_rollouts(alignment.rollouts)
+            future = getattr(flow, next(iter(self.teachers))).forward(read)
+
+            def receive_spans() -> ModelOutput:
+                values = future.wait().logprobs
+                assert values is not None
+                return ModelOutput(logprobs=alignment.gather_targets(values[read.loss_mask]))
+
+            return Future(receive_spans)
         weights = self._source_weights(rollouts)
         parts = []
         for (name, teacher), weight in zip(self.teachers.items(), weights, strict=True):
@@ -239,6 +293,19 @@ def read_teachers(options: DistillOptions) -> dict[str, TeacherOptions]:
     return teachers
 
 
+def check_own_tokenizer(config: Config, name: str, options: DistillOptions) -> None:
+    """Raise ConfigError for what a teacher with its own tokenizer cannot have."""
+    key = f"options.teachers.{name}.tokenizer=own"
+    if len(options.teachers) > 1:
+        raise ConfigError(f"{key}: spans of text differ between teachers, so it must be the only teacher")
+    if config.rollout.max_turns > 1 or config.rollout.environments:
+        raise ConfigError(
+            f"{key} compares the text of one answer: set rollout.max_turns=1, and rollout.environments to none"
+        )
+    if name in SELF:
+        raise ConfigError(f"{key}: the {name} is the policy's own model; leave tokenizer out")
+
+
 def check_prompt(template: str, key: str) -> None:
     """Raise ConfigError unless `template` is empty or a format string of plain names."""
     try:
@@ -249,9 +316,11 @@ def check_prompt(template: str, key: str) -> None:
         raise ConfigError(f"{key}: {{{bad[0]}}} is not the name of a column; write {{{{ and }}}} for braces")
 
 
-def fill_prompt(prompt: Prompt, template: str, key: str) -> tuple[Message, ...]:
-    """Return the prompt's messages with the filled `template` as the last user message. Raises ConfigError for a column
-    that the row lacks, and for images."""
+def fill_prompt(prompt: Prompt, template: str, key: str) -> Prompt:
+    """Return the prompt with the filled `template` as the last user message; unchanged if it is empty. Raises
+    ConfigError for a column that the row lacks, and for images."""
+    if not template:
+        return prompt
     if prompt.images:
         raise ConfigError(f"{key}: prompt {prompt.id} has images, which a teacher's own prompt cannot have")
     last = max((i for i, message in enumerate(prompt.messages) if message["role"] == "user"), default=None)
@@ -265,7 +334,8 @@ def fill_prompt(prompt: Prompt, template: str, key: str) -> tuple[Message, ...]:
         raise ConfigError(
             f"{key}: prompt {prompt.id} has no column {error.args[0]!r}; it has {', '.join(sorted(columns))}"
         ) from None
-    return (*prompt.messages[:last], {**prompt.messages[last], "content": text}, *prompt.messages[last + 1 :])
+    told = {**prompt.messages[last], "content": text}
+    return replace(prompt, messages=(*prompt.messages[:last], told, *prompt.messages[last + 1 :]))
 
 
 def replace_prompts(flow: Flow, rollouts: Rollouts, template: str, key: str) -> Rollouts:
@@ -277,7 +347,7 @@ def replace_prompts(flow: Flow, rollouts: Rollouts, template: str, key: str) -> 
         prompt, first = rollout.prompt, rollout.turns[0]
         if prompt.id not in heads:
             own = chat.encode_prompt(prompt)
-            heads[prompt.id] = own, chat.encode_prompt(replace(prompt, messages=fill_prompt(prompt, template, key)))
+            heads[prompt.id] = own, chat.encode_prompt(fill_prompt(prompt, template, key))
         own, taught = heads[prompt.id]
         if first.is_action or not np.array_equal(first.token_ids, own):
             raise ConfigError(

@@ -180,7 +180,7 @@ class PolicyUpdateController(PolicyController):
         # Start all passes before waiting for the first: roles on separate ranks run at the same time.
         policy_future = compute_old_logprobs(flow, batch, self.needs_policy_logprobs())
         critic = flow.critic.forward(batch) if "critic" in roles else None
-        reference = self.begin_reference(flow, rollouts, batch)
+        reference = self.begin_reference(flow, experience, batch)
         if reference is not None:
             batch = batch.with_(ref_logprobs=reference.wait().logprobs)
         if critic is not None:
@@ -189,7 +189,7 @@ class PolicyUpdateController(PolicyController):
         batch, corrections = apply_correction(flow, batch, policy, self.steps)
         return batch, policy, experience.metrics | corrections | masked
 
-    def begin_reference(self, flow: Flow, rollouts: Rollouts, batch: TrainBatch) -> Future[ModelOutput] | None:
+    def begin_reference(self, flow: Flow, experience: Experience, batch: TrainBatch) -> Future[ModelOutput] | None:
         """Start the forward pass of the reference, or of the teacher, which gives `ref_logprobs`; None without one."""
         roles = self.roles(self.config)
         name = next((role for role in ("reference", "teacher") if role in roles), None)

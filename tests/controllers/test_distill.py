@@ -13,7 +13,8 @@ from thread_ranks import as_ranks
 
 from megarl.config import Config, ConfigError, from_dict
 from megarl.controllers.controller import load_requirements, make_controller
-from megarl.types import LOCAL, Comm, ModelOutput, Prompt, TrainBatch
+from megarl.controllers.cross_tokenizer import align_answer, align_rollouts
+from megarl.types import LOCAL, Comm, ModelOutput, Prompt, Rollout, Rollouts, TrainBatch, Turn
 from megarl.workers.futures import Future
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -226,6 +227,63 @@ def test_a_teachers_prompt_must_fit_the_data() -> None:
         run_prompted({"reference": {"prompt": "{prompt}"}}, [Prompt("0", ({"role": "system", "content": "q"},))])
 
 
+class LetterChat:
+    """A tokenizer of pieces of `size` letters, whose ids are their code points in base 1000; 999 ends a turn."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.end_of_turn, self.end_token_ids = size, 999, frozenset({999})
+        self.pieces: dict[int, str] = {}
+
+    def encode(self, text: str) -> list[int]:
+        parts = [text[i : i + self.size] for i in range(0, len(text), self.size)]
+        ids = [sum(ord(letter) * 1000**k for k, letter in enumerate(part)) for part in parts]
+        self.pieces |= dict(zip(ids, parts, strict=True))
+        return ids
+
+    def encode_prompt(self, prompt: Prompt) -> list[int]:
+        return self.encode(prompt.messages[-1]["content"])
+
+    def decode(self, ids: Any) -> str:
+        return "".join(self.pieces[int(i)] for i in ids)
+
+
+def test_a_teacher_with_another_tokenizer_scores_spans_of_text() -> None:
+    """The policy has two letters in a token, the teacher three: `abcdefgh` has the spans abcdef and gh."""
+    chat, teacher = LetterChat(2), LetterChat(3)
+    prompt = Prompt("p", ({"role": "user", "content": "q"},))
+    answer = [*chat.encode("abcdefgh"), 999]
+    turns = (Turn(chat.encode_prompt(prompt)), Turn(answer, [0.0] * 5, True))
+    cut = (Turn(chat.encode_prompt(prompt)), Turn(answer[:1], [0.0], True))
+    rollouts = Rollouts.gather([Rollout(prompt, turns), Rollout(prompt, cut, "length")])
+    alignment = align_rollouts(rollouts, chat, teacher, lambda prompt: prompt)  # type: ignore[arg-type]
+    taught = [rollout.turns[1].token_ids.tolist() for rollout in alignment.rollouts.local]
+    assert taught == [[*teacher.encode("abcdefgh"), 999], teacher.encode("ab")]
+    # Tokens q ab cd ef gh end, q ab; the heads of the spans are ab, gh, the end, and ab.
+    assert alignment.heads.tolist() == [-1, 1, 1, 1, 4, 5, -1, 7]
+    assert alignment.targets.tolist() == [1, 1, 4, 5, 7]  # of abc def gh end, ab
+    logprobs = alignment.gather_targets(torch.tensor([-1.0, -2.0, -4.0, -8.0, -16.0]))
+    assert logprobs.tolist() == [0, -3, 0, 0, -4, -8, 0, -16]
+    policy = torch.tensor([9.0, -0.5, -0.5, -1.0, -1.0, -2.0, 9.0, -3.0])
+    assert alignment.sum_spans(logprobs - policy).tolist() == [0, -1, -1, -1, -3, -6, 0, -13]
+
+
+def test_an_equal_tokenizer_gives_the_advantages_of_tokens() -> None:
+    chat = LetterChat(2)
+    prompt = Prompt("p", ({"role": "user", "content": "q"},))
+    rollouts = Rollouts.gather([Rollout(prompt, (Turn(chat.encode("q")), Turn(chat.encode("abcd"), [0.0, 0.0], True)))])
+    alignment = align_rollouts(rollouts, chat, chat, lambda prompt: prompt)  # type: ignore[arg-type]
+    values = torch.tensor([5.0, 1.0, 2.0])
+    assert alignment.sum_spans(values).tolist() == [0, 1, 2]
+    assert alignment.gather_targets(values[1:]).tolist() == [0, 1, 2]
+
+
+def test_text_that_a_teacher_cannot_spell_has_no_spans() -> None:
+    chat, teacher = LetterChat(1), LetterChat(1)
+    teacher.decode = lambda ids: LetterChat.decode(teacher, ids).lower()  # type: ignore[method-assign]
+    ids, own, taught = align_answer([*chat.encode("aB"), 999], chat, teacher)  # type: ignore[arg-type]
+    assert own == [-1, -1, 0] and taught == [-1, -1, 0] and ids[-1] == 999
+
+
 def test_requirements() -> None:
     default = load_requirements(config_of())
     assert default.roles == ("rollout", "actor", "teacher") and default.is_off_policy and not default.is_group_relative
@@ -247,6 +305,8 @@ def test_requirements() -> None:
         ({"options": {"teachers": {"actor": {}}}}, "options.teachers.actor without a prompt: .* every advantage is 0"),
         ({"options": {"teachers": {"reference": {}}}}, "options.teachers.reference without a prompt"),
         ({"options": {"teachers": {"critic": {}}}}, "options.teachers.critic: a teacher is reference, actor, or"),
+        ({"options": {"teachers": {"a": {"tokenizer": "own"}, "b": {}}}}, "it must be the only teacher"),
+        ({"options": {"teachers": {"a": {"tokenizer": "own"}}}}, "text of one answer: set rollout.max_turns=1"),
         ({"options": {"teachers": {"a": {"weight": 0}}}}, "options.teachers.a.weight"),
         ({"options": {"teachers": {"a": {"prompt": "{"}}}}, "options.teachers.a.prompt is not a format string"),
         ({"options": {"teachers": {"a": {"prompt": "{x.y}"}}}}, "{x.y} is not the name of a column"),
