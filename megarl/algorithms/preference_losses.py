@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 
 from megarl.algorithms.losses import check_pairs, sequence_mean_weights
-from megarl.config.keys import Weight
 from megarl.config.strict import ConfigError, NonNegativeFloat, PositiveFloat, Range
 from megarl.types import TokenLoss, TrainBatch
 
@@ -40,7 +39,7 @@ class PreferenceOptions:
     """Compare log-probs themselves, without a reference, whose forward pass and weights are then saved."""
     length_normalized: bool = False
     """Divide x by the answer's tokens."""
-    sft_coef: Weight = 0.0
+    sft_coef: Annotated[float, Range(0, 1000)] = 0.0
     """Weight of the chosen answer's NLL, a mean over its tokens, added to the loss: RPO's alpha. It keeps the
     likelihood of chosen answers from falling with that of rejected ones."""
 
