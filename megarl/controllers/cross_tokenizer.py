@@ -16,11 +16,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from megarl.algorithms.token_spans import align_spans, token_ends
 from megarl.chat_format.chat_template import ChatTemplate
-from megarl.types import Prompt, Rollouts, Turn
+from megarl.types import Ids, Prompt, Rollouts, Turn, as_token_ids
 
 
 @dataclass(frozen=True)
@@ -54,13 +55,14 @@ def align_rollouts(
     end of one that was cut within a character, have no spans. fill: returns the prompt that the teacher reads.
     """
     local, heads, targets, offset = [], [], [], 0
-    prompts: dict[str, list[int]] = {}
+    prompts: dict[str, Ids] = {}
     for rollout in rollouts.local:
         prompt = rollout.prompt
         if prompt.id not in prompts:
-            prompts[prompt.id] = teacher.encode_prompt(fill(prompt))
-        head, answer = len(rollout.turns[0].token_ids), [] if len(rollout.turns) < 2 else rollout.turns[1].token_ids
-        ids, student_spans, teacher_spans = align_answer(list(map(int, answer)), chat, teacher)
+            prompts[prompt.id] = as_token_ids(teacher.encode_prompt(fill(prompt)))
+        head = len(rollout.turns[0].token_ids)
+        answer: list[int] = rollout.turns[1].token_ids.tolist() if len(rollout.turns) > 1 else []
+        ids, student_spans, teacher_spans = align_answer(answer, chat, teacher)
         start, rest = offset + head, rollout.num_tokens - head - len(student_spans)
         first_tokens: dict[int, int] = {}
         for position, span in enumerate(student_spans):
@@ -69,7 +71,7 @@ def align_rollouts(
         heads += [-1] * head + [first_tokens[span] for span in student_spans] + [-1] * rest
         targets += [first_tokens[span] for span in teacher_spans]
         offset += rollout.num_tokens
-        turns = (Turn(prompts[prompt.id]), Turn(ids, [0.0] * len(ids), True))
+        turns = (Turn(prompts[prompt.id]), Turn(as_token_ids(ids), np.zeros(len(ids), np.float32), True))
         local.append(replace(rollout, turns=turns, routing=None, sparse_indices=None, sampling_mask=None))
     taught = rollouts.replace_local(local)
     return Alignment(taught, *(torch.tensor(column, dtype=torch.int64) for column in (heads, targets)))

@@ -40,7 +40,7 @@ from megarl.controllers.cross_tokenizer import Alignment, align_rollouts
 from megarl.controllers.mini_batches import MetricMeans
 from megarl.controllers.policy_gradient import Experience, PolicyUpdateController, policy_loss, policy_loss_columns
 from megarl.parallel.placement import BUILTIN_ROLES, role_settings
-from megarl.types import ModelOutput, Prompt, Rollouts, TokenLoss, TrainBatch, reads
+from megarl.types import ModelOutput, Prompt, Rollouts, TokenLoss, TrainBatch, as_token_ids, reads
 from megarl.types.requirements import Requirements
 from megarl.workers.futures import Future
 from megarl.workers.worker_registry import TEACHER
@@ -354,7 +354,7 @@ def replace_prompts(flow: Flow, rollouts: Rollouts, template: str, key: str) -> 
                 f"{key}: a conversation of prompt {prompt.id} does not begin with its prompt, because its environment "
                 "or agent writes the messages; a teacher with its own prompt needs the row's"
             )
-        turns = (replace(first, token_ids=taught), *rollout.turns[1:])
+        turns = (replace(first, token_ids=as_token_ids(taught)), *rollout.turns[1:])
         local.append(replace(rollout, turns=turns, routing=None, sparse_indices=None))
     result = rollouts.replace_local(local)
     longest, limit = int(result.length.max()), flow.data.max_positions
