@@ -272,7 +272,7 @@ def read_teachers(options: DistillOptions) -> dict[str, TeacherOptions]:
     teachers = {}
     for name, tree in options.teachers.items():
         key = f"options.teachers.{name}"
-        if not isinstance(name, str) or not name.isidentifier() or name in (*BUILTIN_ROLES.keys() - SELF, "rollout"):
+        if not isinstance(name, str) or not name.isidentifier() or name in BUILTIN_ROLES.keys() - SELF:
             raise ConfigError(
                 f"{key}: a teacher is reference, actor, or a name of its own with roles.NAME.model, not another role"
             )
