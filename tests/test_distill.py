@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from sentencepiece_tokenizer import put_pieces
 from training_run import make_folder, read_metrics, run_cli, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -96,7 +96,10 @@ def test_two_teachers_of_which_one_is_the_policy_that_knows_the_answer(folder: P
 def test_a_teacher_with_another_tokenizer(folder: Path, tmp_path: Path, host: str) -> None:
     """Two steps on two ranks; the recorded advantages of the first are sums over spans of text, in transformers."""
     shutil.copytree(folder / "model", tmp_path / "other")
-    put_pieces(tmp_path / "other", (folder / "train.jsonl").read_text() + "The answer is 42.\n" * 100)
+    tokenizer = json.loads((tmp_path / "other/tokenizer.json").read_text())
+    merges = tokenizer["model"]["merges"]
+    tokenizer["model"]["merges"] = merges[: len(merges) // 3]  # shorter pieces
+    (tmp_path / "other/tokenizer.json").write_text(json.dumps(tokenizer))
     overrides = ["algorithm=distill", f"roles={{other: {{model: {tmp_path}/other}}}}", "reward.functions=[]"]
     overrides += ["options={teachers: {other: {tokenizer: own}}}", "kl.apply_to=none"]
     overrides += ["run.num_rollout=2", "run.save_every=0", "run.export=false"]
@@ -104,27 +107,27 @@ def test_a_teacher_with_another_tokenizer(folder: Path, tmp_path: Path, host: st
     train(folder, tmp_path / "run", *overrides, host=host)
     rows = read_metrics(tmp_path / "run")
     assert len(rows) == 2 and all(row["actor/skipped"] == 0 and row["actor/grad_norm"] > 0 for row in rows)
-    assert all(row["distill/aligned_frac"] > 0.5 for row in rows)
+    assert all(0.2 < row["distill/aligned_frac"] < 1 for row in rows)
 
     student, teacher = load_model(folder / "model"), load_model(tmp_path / "other")
     own, other = (AutoTokenizer.from_pretrained(path) for path in (folder / "model", tmp_path / "other"))
-    end, compared = "<|im_end|>", 0
-    for record in read_records(tmp_path / "run", 1)[:8]:
+    compared = 0
+    for record in read_records(tmp_path / "run", 1):
         first, turn = record.rollout.turns[:2]
         head, answer = first.token_ids.tolist(), turn.token_ids.tolist()
         text = own.decode(answer)
+        limit = f"{text}\ufffd".index("\ufffd")  # a random policy also samples bytes that are no text
         taught = other.encode(text, add_special_tokens=False)
-        if not text.isascii() or other.decode(taught) != text or not text.removesuffix(end):
-            continue
-        other_head = other.encode(own.decode(head), add_special_tokens=False)
-        scores = score(student, head, answer), score(teacher, other_head, taught)
+        scores = (
+            score(student, head, answer),
+            score(teacher, other.encode(own.decode(head), add_special_tokens=False), taught),
+        )
         ends = [
             [len(tokenizer.decode(ids[: i + 1])) for i in range(len(ids))]
             for tokenizer, ids in ((own, answer), (other, taught))
         ]
-        actual = record.advantages[len(head) :][: len(answer)]
-        begin = 0
-        for stop in sorted({*ends[0]} & {*ends[1]}):
+        actual, begin = record.advantages[len(head) :][: len(answer)], 0
+        for stop in sorted(end for end in {*ends[0]} & {*ends[1]} if end <= limit):
             places = [[i for i, place in enumerate(side) if begin < place <= stop] for side in ends]
             expected = float(scores[1][places[1]].sum() - scores[0][places[0]].sum())
             assert actual[places[0]].tolist() == pytest.approx([expected] * len(places[0]), abs=2e-3, rel=1e-3)

@@ -28,12 +28,14 @@ def token_ends(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> li
     return ends
 
 
-def align_spans(student: Sequence[int | None], teacher: Sequence[int | None]) -> tuple[list[int], list[int]]:
-    """Return the span of each token of two tokenizations of a text, from 0; -1 after the last common boundary.
+def align_spans(text: str, student: Sequence[int | None], teacher: Sequence[int | None]) -> tuple[list[int], list[int]]:
+    """Return the span of each token of two tokenizations of `text`, from 0; -1 where there is none.
 
-    student, teacher: `token_ends` of the two.
+    There is none after the last common boundary, and for bytes that are no text, which decode to a replacement
+    character: the other tokenization has that character, not the bytes. student, teacher: `token_ends` of the two.
     """
     common = sorted({end for end in student if end is not None} & {end for end in teacher if end is not None})
+    is_text = ["\ufffd" not in text[begin:end] for begin, end in zip([0, *common], common, strict=False)]
 
     def number(ends: Sequence[int | None]) -> list[int]:
         spans: list[int] = []
@@ -41,7 +43,7 @@ def align_spans(student: Sequence[int | None], teacher: Sequence[int | None]) ->
         for end in reversed(ends):
             if end is not None:
                 span = bisect_left(common, end)
-                following = span if span < len(common) else -1
+                following = span if span < len(common) and is_text[span] else -1
             spans.append(following)
         return spans[::-1]
 

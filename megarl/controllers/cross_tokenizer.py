@@ -51,8 +51,8 @@ def align_rollouts(
 ) -> Alignment:
     """Return the rollouts in a teacher's tokens, and their spans. Collective.
 
-    Each conversation is a prompt and one answer. An answer whose text the teacher's tokenizer cannot reproduce, and the
-    end of one that was cut within a character, have no spans. fill: returns the prompt that the teacher reads.
+    Each conversation is a prompt and one answer. An answer whose text the teacher's tokenizer cannot reproduce, bytes
+    that are no text, and the end of an answer that was cut within a character have no spans. fill: returns the prompt that the teacher reads.
     """
     local, heads, targets, offset = [], [], [], 0
     prompts: dict[str, Ids] = {}
@@ -88,10 +88,10 @@ def align_answer(
     text = chat.decode(body)[:length]
     ids = teacher.encode(text)
     if teacher.decode(ids) == text:
-        student_spans, teacher_spans = align_spans(ends, token_ends(ids, teacher.decode))
+        student_spans, teacher_spans = align_spans(text, ends, token_ends(ids, teacher.decode))
     else:
         student_spans, teacher_spans = [-1] * len(body), [-1] * len(ids)
-    if has_ended:  # the end of the turn is a span of its own
-        span = max([*student_spans, -1]) + 1
+    if has_ended:  # the end of the turn is a span of its own, unless the teacher lacks bytes before it
+        span = -1 if ends and ends[-1] is None else max([*student_spans, -1]) + 1
         student_spans, teacher_spans, ids = [*student_spans, span], [*teacher_spans, span], [*ids, teacher.end_of_turn]
     return ids, student_spans, teacher_spans

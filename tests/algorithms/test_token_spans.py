@@ -38,13 +38,22 @@ def test_ends_behind_a_decoder_that_drops_the_first_blank() -> None:
 
 def test_spans_by_hand() -> None:
     """`unhappy day` as un|happy| day and as unh|appy| d|ay: two spans, of 2 and 2 and of 1 and 2 tokens."""
-    assert align_spans([2, 7, 11], [3, 7, 9, 11]) == ([0, 0, 1], [0, 0, 1, 1])
-    assert align_spans([2, 7, 11], [2, 7, 11]) == ([0, 1, 2], [0, 1, 2])
+    text = "unhappy day"
+    assert align_spans(text, [2, 7, 11], [3, 7, 9, 11]) == ([0, 0, 1], [0, 0, 1, 1])
+    assert align_spans(text, [2, 7, 11], [2, 7, 11]) == ([0, 1, 2], [0, 1, 2])
     # A token of a part of a character belongs to the span of the token that completes it; one without text to the
     # span before it.
-    assert align_spans([1, None, 2, 2, 3], [1, 2, 3]) == ([0, 1, 1, 1, 2], [0, 1, 2])
-    assert align_spans([1, None], [1]) == ([0, -1], [0])  # the last character is incomplete
-    assert align_spans([], []) == ([], [])
+    assert align_spans("abc", [1, None, 2, 2, 3], [1, 2, 3]) == ([0, 1, 1, 1, 2], [0, 1, 2])
+    assert align_spans("a", [1, None], [1]) == ([0, -1], [0])  # the last character is incomplete
+    assert align_spans("", [], []) == ([], [])
+
+
+def test_bytes_that_are_no_text_have_no_span() -> None:
+    """The first byte of the euro sign alone decodes to the replacement character, which the teacher has instead."""
+    ends = token_ends(range(3), make_decoder([b"a", EURO[:1], b"b"]))
+    text = f"a{chr(0xFFFD)}b"
+    assert ends == [1, None, 3] and align_spans(text, ends, [1, 2, 3]) == ([0, -1, -1], [0, -1, -1])
+    assert align_spans(text + "c", [*ends, 4], [1, 2, 3, 4]) == ([0, -1, -1, 2], [0, -1, -1, 2])
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -58,7 +67,7 @@ def test_spans_have_the_same_text_in_both_tokenizations(seed: int) -> None:
 
     sides = cut(12), cut(20)
     ends = [token_ends(range(len(side)), make_decoder([piece.encode() for piece in side])) for side in sides]
-    spans = align_spans(*ends)
+    spans = align_spans(text, *ends)
     for number in range(max(spans[0]) + 1):
         first, second = (
             "".join(token for token, span in zip(side, side_spans, strict=True) if span == number)
