@@ -52,7 +52,8 @@ def align_rollouts(
     """Return the rollouts in a teacher's tokens, and their spans. Collective.
 
     Each conversation is a prompt and one answer. An answer whose text the teacher's tokenizer cannot reproduce, bytes
-    that are no text, and the end of an answer that was cut within a character have no spans. fill: returns the prompt that the teacher reads.
+    that are no text, and the end of an answer that was cut within a character have no spans. fill: returns the prompt
+    that the teacher reads.
     """
     local, heads, targets, offset = [], [], [], 0
     prompts: dict[str, Ids] = {}
