@@ -361,6 +361,11 @@ def check_algorithm(config: Config, declared: Requirements, warnings: list[str])
         if declared.trained_roles:
             warnings.append("rollout.temperature=0: training on greedy rollouts explores nothing")
     if "reference" not in declared.roles:
+        if kl.refresh_reference_every:
+            raise ConfigError(
+                f"{kl.refresh_reference_every=}, but algorithm={name} with {kl.apply_to=} has no reference; set the "
+                "first to 0, or kl.apply_to to loss or reward"
+            )
         return
     if kl.apply_to == "loss" and kl.estimator == "k1":
         raise ConfigError(
