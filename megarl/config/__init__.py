@@ -179,7 +179,7 @@ class Config:
     guards: GuardsConfig = field(default_factory=GuardsConfig)
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
-    stages: dict[Any, Any] = field(default_factory=dict)
+    stages: dict[str, Any] = field(default_factory=dict)
     """Keys that change at given steps: `{8200: {rollout: {max_context: 65536}}}` is DeepSeek-R1's longer context from
     step 8,200 on. A stage keeps what earlier ones have set. `config/stages.py` lists the keys; a learning rate is the
     peak of its schedule. Memory is planned for the largest stage, and prompts fit into the smallest context.

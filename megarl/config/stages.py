@@ -50,7 +50,7 @@ def parse_stages(config: Config) -> dict[int, Config]:
     stages: dict[int, Config] = {}
     current, last = config, 1
     for key, tree in config.stages.items():
-        step = int(key) if str(key).isdecimal() else 0
+        step = int(key) if key.isdecimal() and len(key) < 10 else 0
         if step < 2:
             raise ConfigError(
                 f"stages: {short_repr(key)} is no step from 2 on, at which a stage may begin; values from the first "

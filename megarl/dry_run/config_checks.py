@@ -320,7 +320,7 @@ def check_lengths(hf: HFConfig, config: Config, warnings: list[str]) -> None:
             f"{rollout.max_new_tokens=} leaves no room for a prompt in {rollout.max_context=}; lower the first or "
             "raise the second"
         )
-    if train.max_tokens_per_gpu < rollout.max_context:
+    if train.max_tokens_per_gpu * config.parallel.cp < rollout.max_context:
         warnings.append(
             f"{train.max_tokens_per_gpu=} is below {rollout.max_context=}: a longer conversation is a micro-batch of "
             "its own, and memory is planned for that"

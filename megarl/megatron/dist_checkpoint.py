@@ -178,7 +178,7 @@ def restore_model(model: MegatronModel, folder: Path, is_reference: bool = False
 def _prepare_write_data(self: Any, plan: Any, planner: Any) -> None:
     """Assign tensors to files. Unlike Megatron's version, do not copy views into newly allocated memory."""
     buckets = filesystem_async._split_by_size_and_type(self.thread_count, plan.items)
-    self.write_buckets, self.results_queue = [], queue.Queue()
+    self.write_buckets = []
     for items in filter(None, buckets):
         contents: tuple[list[Any], list[Any]] = [], []
         for item in items:
@@ -188,6 +188,7 @@ def _prepare_write_data(self: Any, plan: Any, planner: Any) -> None:
             )
         name = f"{plan.storage_data.prefix}{len(self.write_buckets)}{DEFAULT_SUFFIX}"
         self.write_buckets.append((os.path.join(self.checkpoint_dir, name), name, contents))
+    self.results_queue = queue.Queue() if self.write_buckets else None  # None: nothing to write, no results to wait for
 
 
 def _defer_failure(write: Callable[..., Any]) -> Callable[..., Any]:

@@ -161,7 +161,12 @@ def test_resume_restores_the_values_set(tmp_path: Path) -> None:
 def test_stages_and_file_set_the_configuration_of_each_step(tmp_path: Path) -> None:
     """The file takes precedence over all stages, and a resumed run has the same configuration in each step."""
     config = from_dict(
-        {"stages": {3: {"rollout": {"max_context": 8192, "temperature": 0.7}}, 5: {"actor_optimizer": {"lr": 1e-7}}}}
+        {
+            "stages": {
+                "3": {"rollout": {"max_context": 8192, "temperature": 0.7}},
+                "5": {"actor_optimizer": {"lr": 1e-7}},
+            }
+        }
     )
 
     def values(harness: ControlHarness) -> tuple[float, ...]:
