@@ -59,11 +59,11 @@ from megarl.types.requirements import Requirements
 from megarl.workers.worker_registry import RegisteredWorker, check_roles, check_user_workers, is_builtin, worker_options
 
 
-def check_sandbox(config: Config, declared: Requirements, warnings: list[str]) -> None:
+def check_sandbox(config: Config, declared: Requirements, warnings: list[str], dry_run: bool = False) -> None:
     """Export the settings to where `Sandbox.from_environment` reads them, and probe the sandbox if it is needed.
 
     Raises ConfigError if a configured function or environment runs in a sandbox (attribute `sandboxed`), and none
-    works.
+    works; in a dry run, which may be on another machine, this is a warning.
     """
     check_backend(config.sandbox)
     os.environ.update(to_environment(config.sandbox))
@@ -78,7 +78,11 @@ def check_sandbox(config: Config, declared: Requirements, warnings: list[str]) -
         with ThreadPoolExecutor(1) as thread:  # an event loop may be running in this thread
             backend_description = thread.submit(probe, config.sandbox).result()
     except ConfigError as error:
-        raise ConfigError(f"{sandboxed[0]} runs code that the policy writes: {error}") from None
+        text = f"{sandboxed[0]} runs code that the policy writes: {error}"
+        if not dry_run:
+            raise ConfigError(text) from None
+        warnings.append(f"the run would be rejected here: {text}")
+        return
     if config.sandbox.backend == "none":
         warnings.append(str(backend_description))
 
@@ -213,7 +217,7 @@ def validate(
     is_layout_valid = is_layout_valid and passes(checks.check_nodes, config, declared)
     passes(checks.check_run_dir, config)
     passes(parse_expectations, config)
-    passes(check_sandbox, config, declared, warnings)
+    passes(check_sandbox, config, declared, warnings, dry_run)
     passes(checks.check_algorithm, config, declared, warnings)
     passes(check_correction, config, declared)
     passes(check_guards, config, declared, warnings)

@@ -9,7 +9,6 @@ from functools import lru_cache
 
 from megarl.types import Rollout
 
-_THOUGHT = re.compile(r"(?:<think>)?(.*?)</think>", re.DOTALL)
 _FORMULA = re.compile(r"```.*?```|\$[^$]*\$|\\[a-zA-Z]+|`[^`]*`|<[^<>\s]{1,40}>", re.DOTALL)
 _WORD = re.compile(r"[^\W\d_]+")
 _JAPANESE = {"HIRAGANA": "CJK", "KATAKANA": "CJK", "KATAKANA-HIRAGANA": "CJK"}
@@ -43,9 +42,8 @@ def language_consistency(rollout: Rollout) -> float:
     The language is the row's column `language` (`en`, `zh` ...), or that of most words of the last user message.
     Languages are told apart by their script: English from Chinese, but not from French.
     """
-    text = str(rollout.answer)
-    match = _THOUGHT.search(text)
-    counts = count_words(match.group(1) if match else text)
+    thought = rollout.answer.partition("</think>")[0]  # the whole answer without the tag
+    counts = count_words(thought)
     total = sum(counts.values())
     if not total:
         return 0.0
