@@ -156,8 +156,6 @@ def test_stage_changes_sampling_and_limits(ppo_run: Path) -> None:
         rollouts = read_rollouts(ppo_run, step)
         longest.append(max(len(turn.token_ids) for rollout in rollouts for turn in rollout.turns if turn.is_action))
     assert longest == [40, 48, 48]
-    entropy = [row["actor/entropy"] for row in read_steps(ppo_run) if "actor/entropy" in row]
-    assert len(entropy) == 2
     (line,) = log_lines(ppo_run, "stage, from step")
     assert "stage, from step 2 on: rollout.max_context 192 -> 224, rollout.max_new_tokens 40 -> 48, " in line
     assert "rollout.temperature 1.0 -> 0.8, critic.optimizer.lr 0.001 -> 0.0005" in line
@@ -532,22 +530,20 @@ def test_sft_policy_calls_its_tool_in_training_and_evaluation(folder: Path, tmp_
 
 
 @pytest.mark.nightly
-def test_resume_before_a_stage_generates_the_same_rollouts(
+def test_resume_before_a_stage_with_engines(
     ppo_run: Path, reward_run: Path, folder: Path, tmp_path: Path, host: str
 ) -> None:
-    """Resumed after step 1 with engines, a run samples step 2 with the stage's temperature and limits, like the
-    uninterrupted one."""
+    """Resumed after step 1, engines sample step 2 with the stage's limits, and trainer and engine agree about its
+    temperature. (The trainer's side is bitwise that of an uninterrupted run, see above; engines draw other samples.)"""
     resumed = tmp_path / "resumed"
     shutil.copytree(ppo_run / "checkpoints/step_000001", resumed / "checkpoints/step_000001")
     shutil.copy(ppo_run / "config.yaml", resumed / "config.yaml")
-    train(folder, resumed, "run.resume=auto", f"reward.model={reward_run}/export", *PPO, STAGES, host=host)
-    for step in (2, 3):
-        expected, actual = read_rollouts(ppo_run, step), read_rollouts(resumed, step)
-        assert [rollout.token_ids.tolist() for rollout in actual] == [
-            rollout.token_ids.tolist() for rollout in expected
-        ]
-    first, second = (load_file(run / "export" / "model.safetensors") for run in (ppo_run, resumed))
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    overrides = f"reward.model={reward_run}/export", *PPO, STAGES, "run.num_rollout=2", "run.resume=forced"
+    train(folder, resumed, *overrides, host=host)
+    (row,) = read_steps(resumed)
+    assert row["step"] == 2 and row["rollout/logprob_diff_p95"] <= 1e-4
+    turns = [turn for rollout in read_rollouts(resumed, 2) for turn in rollout.turns if turn.is_action]
+    assert max(len(turn.token_ids) for turn in turns) == 48
 
 
 @pytest.mark.nightly
