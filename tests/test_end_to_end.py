@@ -538,7 +538,7 @@ def test_resume_before_a_stage_with_engines(
     resumed = tmp_path / "resumed"
     shutil.copytree(ppo_run / "checkpoints/step_000001", resumed / "checkpoints/step_000001")
     shutil.copy(ppo_run / "config.yaml", resumed / "config.yaml")
-    overrides = f"reward.model={reward_run}/export", *PPO, STAGES, "run.num_rollout=2", "run.resume=forced"
+    overrides = f"reward.model={reward_run}/export", *PPO, STAGES, "run.num_rollout=2", "run.resume=auto"
     train(folder, resumed, *overrides, host=host)
     (row,) = read_steps(resumed)
     assert row["step"] == 2 and row["rollout/logprob_diff_p95"] <= 1e-4
