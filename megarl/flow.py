@@ -35,7 +35,7 @@ from megarl.launch.exit_status import REQUEUE_EXIT_CODE as REQUEUE_EXIT_CODE
 from megarl.models.flops import peak_flops
 from megarl.models.registry import load_hf_config
 from megarl.observe.clock import Clock
-from megarl.observe.control import Control
+from megarl.observe.control import Configurable, Control
 from megarl.observe.hang_watchdog import HangWatchdog
 from megarl.observe.metrics import ZeroSpreadWarning, batch_metrics, rollout_metrics
 from megarl.observe.mfu import GpuMonitor, compute_throughput, select_remote_clocks
@@ -361,7 +361,7 @@ class HybridFlow:
             ranks.run_on_all(worker.start)
         for worker in self.workers.values():
             worker.wait_ready()
-        components = (self, self.controller, *self.workers.values())
+        components: list[Configurable] = [self, self.controller, *self.workers.values()]
         self.control = self.checkpointer.control = Control(self.log.run_dir, config, components, self.log.log)
         self.control.start(1)
         self.evaluator = Evaluator(self, self.eval_items)

@@ -452,10 +452,10 @@ def _patch_fp8() -> None:
     from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod, Fp8MoEMethod
     from sglang.srt.models.deepseek_common import deepseek_weight_loader
 
-    def apply_linear(self: Any, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+    def apply_linear(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
         return _linear(x, fp8.dequantise(layer.weight, layer.weight_scale_inv).to(x.dtype), bias)
 
-    def apply_experts(self: Any, layer: torch.nn.Module, dispatch_output: Any) -> Any:
+    def apply_experts(self: Any, layer: Any, dispatch_output: Any) -> Any:
         weights, ids = dispatch_output.topk_output[:2]
         x = dispatch_output.hidden_states
         w13, w2 = (
