@@ -87,6 +87,7 @@ _OTHER_NAMES = {
     "loss.scale_factor": "loss_scale_factor",
     "kl.estimator": "kl_loss_type kl_penalty",
     "kl.target": "target_kl",
+    "kl.refresh_reference_every": "ref_model_sync_steps ref_update_interval",
     "kl.apply_to": "use_kl_loss use_kl_in_reward",
     "run.distributed_timeout_s": "distributed_timeout_minutes",
     "run.keep_checkpoints": "max_actor_ckpt_to_keep save_total_limit",
