@@ -39,7 +39,6 @@ from megarl.config.keys import (  # noqa: F401  re-exported
 )
 from megarl.config.paths import expand, expand_config_paths, find_model_folder
 from megarl.config.recipes import apply_recipe
-from megarl.config.stages import parse_stages
 from megarl.config.strict import ConfigError, Range, to_dict  # noqa: F401  re-exported
 
 _OTHER_NAMES = {
@@ -233,7 +232,6 @@ def from_dict(tree: dict[str, Any]) -> Config:
     if isinstance(name, str):  # `build_dataclass` rejects other types
         tree = apply_recipe(tree, name)
     config: Config = strict.build_dataclass(Config, tree, "", root=Config)
-    parse_stages(config)
     return expand_config_paths(config)
 
 
