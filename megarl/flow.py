@@ -21,20 +21,21 @@ from megarl.checkpointing import Checkpointer
 from megarl.config import Config, ConfigError, load_config
 from megarl.config.command_line import format_command
 from megarl.config.paths import expand_config_paths
+from megarl.config.stages import largest_config
 from megarl.controllers.controller import StepResult, load_requirements, make_controller
 from megarl.controllers.evaluation import Evaluator
 from megarl.data.loader import PromptLoader
 from megarl.dry_run.data_checks import check_offered, read_chat, should_check_offered
 from megarl.dry_run.model_folders import vocabulary_hash
 from megarl.dry_run.rollout_checks import check_enough_prompts
-from megarl.dry_run.validation import validate
+from megarl.dry_run.validation import check_step, validate
 from megarl.item_reader import ItemReader
 from megarl.launch import exit_status
 from megarl.launch.exit_status import REQUEUE_EXIT_CODE as REQUEUE_EXIT_CODE
 from megarl.models.flops import peak_flops
 from megarl.models.registry import load_hf_config
 from megarl.observe.clock import Clock
-from megarl.observe.control import Control
+from megarl.observe.control import Configurable, Control
 from megarl.observe.hang_watchdog import HangWatchdog
 from megarl.observe.metrics import ZeroSpreadWarning, batch_metrics, rollout_metrics
 from megarl.observe.mfu import GpuMonitor, compute_throughput, select_remote_clocks
@@ -162,6 +163,9 @@ class HybridFlow:
         self.profile.begin(step)
         self.begin_step()
         self.control.apply(step, ranks.broadcast_object(self.control.read() if self.log.is_writer else None))
+        every = self.config.kl.refresh_reference_every
+        if every and step > 1 and (step - 1) % every == 0 and "reference" in self.requirements.roles:
+            self.reference.refresh(self.actor)
 
     def _finish_step(self, result: StepResult) -> dict[str, float]:
         metrics = dict(result.metrics)
@@ -193,6 +197,14 @@ class HybridFlow:
             metrics |= self.gpu.metrics()
         metrics["perf/peak_memory_gib"] = device.peak_memory_bytes() / 2**30
         return self.log.end_step(self.step, metrics, result.rollouts, result.batch, result.trained_rollouts)
+
+    def check_config(self, config: Config) -> None:
+        """Raise ConfigError for a configuration that the run cannot change to."""
+        check_step(self.hf_config, config, self.requirements)
+
+    def set_config(self, config: Config) -> None:
+        """Set the configuration of the next step."""
+        self.config = config
 
     def begin_step(self) -> None:
         """Tell the workers the current step, which seeds what they sample."""
@@ -329,7 +341,7 @@ class HybridFlow:
         for note in self.data.notes:
             self.log.log(note)
         context = Context(
-            config=config,
+            config=largest_config(config),
             job=self.job,
             layouts=self.layouts,
             hf_config=self.hf_config,
@@ -349,7 +361,9 @@ class HybridFlow:
             ranks.run_on_all(worker.start)
         for worker in self.workers.values():
             worker.wait_ready()
-        self.control = self.checkpointer.control = Control(self.log.run_dir, list(self.workers.values()), self.log.log)
+        components: list[Configurable] = [self, self.controller, *self.workers.values()]
+        self.control = self.checkpointer.control = Control(self.log.run_dir, config, components, self.log.log)
+        self.control.start(1)
         self.evaluator = Evaluator(self, self.eval_items)
         for line in sum(ranks.all_gather_objects(self._describe_models()), []):
             self.log.log(line)

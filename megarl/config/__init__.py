@@ -86,6 +86,7 @@ _OTHER_NAMES = {
     "loss.scale_factor": "loss_scale_factor",
     "kl.estimator": "kl_loss_type kl_penalty",
     "kl.target": "target_kl",
+    "kl.refresh_reference_every": "ref_model_sync_steps ref_update_interval",
     "kl.apply_to": "use_kl_loss use_kl_in_reward",
     "run.distributed_timeout_s": "distributed_timeout_minutes",
     "run.keep_checkpoints": "max_actor_ckpt_to_keep save_total_limit",
@@ -178,6 +179,11 @@ class Config:
     guards: GuardsConfig = field(default_factory=GuardsConfig)
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
+    stages: dict[str, Any] = field(default_factory=dict)
+    """Keys that change at given steps: `{8200: {rollout: {max_context: 65536}}}` is DeepSeek-R1's longer context from
+    step 8,200 on. A stage keeps what earlier ones have set. `config/stages.py` lists the keys; a learning rate is the
+    peak of its schedule. Memory is planned for the largest stage, and prompts fit into the smallest context.
+    `control.yaml` in the run folder changes the same keys by hand, and takes precedence."""
     expect: dict[str, Any] = field(default_factory=dict)
     """Expected metrics, `{eval/reward_greedy: {min: 0.9}}`, also with `max` and `step`: tools/check_recipes.py runs
     the configuration and compares. The run itself ignores them."""

@@ -20,7 +20,7 @@ from megarl.models.activation_memory import DTYPE_BYTES, layer_elements, logits_
 from megarl.models.deepseek_sparse import indexer_types, is_indexer
 from megarl.models.family import HFConfig
 from megarl.models.fp8 import BLOCK, is_fp8, is_quantised
-from megarl.models.host_memory import checkpoint_copy
+from megarl.models.host_memory import PENDING_CHECKPOINT, checkpoint_copy
 from megarl.models.layout_algebra import (
     BEFORE_DECODER,
     TOWER,
@@ -181,8 +181,16 @@ def plan_memory(
             training["activations"] = max(training["activations"], fullest.activations)
             training["logits"] = max(training["logits"], fullest.logits)
         weights = states.get("actor weights", 0)
-        if weights and "reference" in requirements.roles and not config.lora.rank:
-            host["reference weights"] = weights
+        if weights and "reference" in requirements.roles:
+            is_refreshed = config.kl.refresh_reference_every > 0
+            if config.lora.rank:  # gradients are fp32, of the adapters only
+                copied = states["actor gradients"] // 4 * size if is_refreshed else 0
+            else:
+                copied = weights
+            if copied:
+                host["reference weights"] = copied
+            if is_refreshed and config.run.save_every:  # staged for a checkpoint, even without `run.save_async`
+                host[PENDING_CHECKPOINT] = host.get(PENDING_CHECKPOINT, 0) + copied
         if requirements.has_rollout and requirements.trained_roles:
             engine_weights = engine.get("engine weights", 0)
             if staged := sync_staging_bytes(rollout.weight_sync_bucket_mb << 20, weights, engine_weights):

@@ -12,11 +12,13 @@ import torch
 
 from megarl.checkpoint.export import gather_hf
 from megarl.config import ConfigError, LoraConfig
+from megarl.megatron.trainer_model import MegatronModel
 from megarl.models.family import is_classifier
 from megarl.models.hf_folder import save_adapter, save_hf
 from megarl.models.lora_tables import adapted_weights, peft_config, peft_tensors
 from megarl.models.registry import load_hf_config
 from megarl.observe.clock import REMOTE
+from megarl.parallel.host_copy import HostCopy
 from megarl.parallel.placement import role_config, role_settings
 from megarl.parallel.ranks import run_on_all
 from megarl.parallel.wait_listeners import track_progress
@@ -82,25 +84,60 @@ class ActorWorker(TrainingWorker):
 
 
 class ReferenceWorker(Worker):
-    """Keeps a host copy of the actor's weights as loaded from `model.path`; with LoRA none, since these weights never
-    change. There is no second model on the device. It is colocated with the actor."""
+    """Keeps a host copy of the actor's weights: those loaded from `model.path`, or those of the last `refresh`
+    (`kl.refresh_reference_every`). With LoRA the copy has the adapters only, and there is none without refreshes, since
+    the weights of `model.path` never change. There is no second model on the device. It is colocated with the actor."""
 
     def __init__(self, context: Context, actor: ActorWorker) -> None:
         super().__init__(context)
         self.actor = actor
+        self.version = 0
+        """Number of refreshes so far: 0 is `model.path`."""
         self.use_reference_weights: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._copy: HostCopy | None = None
 
     def start(self) -> None:
-        model = self.actor.model
-        if model is not None:
-            self.use_reference_weights = (
-                model.without_adapters if self.config.lora.rank else partial(model.swap_weights, model.host_copy())
-            )
+        if self.actor.model is None:
+            return
+        if self.config.lora.rank and not self.config.kl.refresh_reference_every:
+            self.use_reference_weights = self.actor.model.without_adapters
+        else:
+            self._copy_weights(self.actor.model)
+
+    def _copy_weights(self, model: MegatronModel) -> None:
+        self._copy = model.host_copy()
+        self.use_reference_weights = partial(model.swap_weights, self._copy)
+
+    def refresh(self, actor: ActorWorker) -> None:
+        """Make the policy's current weights the reference. All ranks call it."""
+        with self.clock.phase("reference_refresh", REMOTE if actor.model is None else "reference"):
+            self.version += 1
+            if actor.model is not None:
+                assert self._copy is not None
+                actor.model.update_host_copy(self._copy)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's copy."""
+        return self._copy.size if self._copy is not None else 0
+
+    def restore_version(self, version: int, load: Callable[[MegatronModel], None]) -> None:
+        """Restore the weights of a checkpoint, which `load` loads into the model that it is called with."""
+        self.version = version
+        if version and (model := self.actor.model) is not None:
+            if self._copy is None:  # `kl.refresh_reference_every` has been set to 0 since
+                self._copy_weights(model)
+            with self.use_reference_weights():
+                load(model)
+
+    def metrics(self) -> dict[str, float]:
+        is_refreshed = self.version or self.config.kl.refresh_reference_every
+        return {"actor/reference_version": float(self.version)} if is_refreshed else {}
 
     def forward(self, batch: TrainBatch) -> Future[ModelOutput]:
         """Return log-probs, [T]. The reference routes for itself: the recorded experts are those of other weights."""
         with self.clock.phase("reference_logprobs", REMOTE if self.actor.model is None else "reference"):
-            what, temperature = "log-probs with the initial weights", self.actor.temperature
+            what, temperature = "log-probs with the reference's weights", self.actor.temperature
             return self.actor._forward(
                 batch.with_(routing=None, sparse_indices=None), what, temperature, context=self.use_reference_weights()
             )
