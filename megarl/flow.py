@@ -41,10 +41,10 @@ from megarl.observe.mfu import GpuMonitor, compute_throughput, select_remote_clo
 from megarl.observe.profiler import StepProfiler
 from megarl.observe.run_log import RunLog
 from megarl.parallel import device, kv_store, ranks, row_exchange, wait_listeners
-from megarl.parallel.placement import placement_of, with_role
+from megarl.parallel.placement import has_separate_reference, placement_of, with_role
 from megarl.parallel.ranks import create_role_layouts
 from megarl.types import Rollouts
-from megarl.workers.actor import ActorWorker, ReferenceWorker
+from megarl.workers.actor import ActorWorker, ReferenceWorker, SeparateReferenceWorker
 from megarl.workers.context import Context, Worker
 from megarl.workers.critic import CriticWorker, RewardModelWorker
 from megarl.workers.model_worker import ModelWorker
@@ -69,7 +69,7 @@ class HybridFlow:
 
     rollout: RolloutWorker
     actor: ActorWorker
-    reference: ReferenceWorker
+    reference: ReferenceWorker | SeparateReferenceWorker
     critic: CriticWorker
     reward: RewardWorker
     reward_model: RewardModelWorker
@@ -343,7 +343,8 @@ class HybridFlow:
             alarm=self.log.alarm,
         )
         for role, factory in self.worker_factories.items():
-            arguments = {"actor": self.actor} if role == "reference" else {}
+            shares_model = role == "reference" and not has_separate_reference(config)
+            arguments = {"actor": self.actor} if shares_model else {}
             worker = factory(dataclasses.replace(context, role=role), **arguments)
             setattr(self, role, worker)
             self.workers[role] = worker

@@ -25,7 +25,13 @@ from megarl.parallel.placement import BUILTIN_ROLES, is_on_megatron, role_backen
 from megarl.rewards.reward_settings import options_without
 from megarl.rewards.sequence_classifier import ClassifierOptions, get_context_length, resolve_label
 from megarl.types.requirements import Requirements
-from megarl.workers.worker_registry import TEACHER, RegisteredWorker, resolve_worker, worker_options
+from megarl.workers.worker_registry import (
+    SEPARATE_REFERENCE,
+    TEACHER,
+    RegisteredWorker,
+    resolve_worker,
+    worker_options,
+)
 
 
 def policy_and_critic(
@@ -55,7 +61,7 @@ def policy_and_critic(
     if not path or _plans_as_policy(path, source, dry_run and bool(config.model.hf_config), warnings):
         return hf, hf
     critic = read_complete_folder(path, "critic.path", head=True)
-    reason = "the critic reads the policy's tokens, so it must share its tokenizer"
+    reason = "the critic reads the policy's tokens, so it must have its tokenizer and at least its vocabulary"
     _check_vocab_size(hf, critic, source, reason)
     return hf, critic
 
@@ -68,9 +74,10 @@ def _plans_as_policy(path: str, source: str, dry_run: bool, warnings: list[str])
     return is_missing
 
 
-def _check_vocab_size(hf: HFConfig, model: HFConfig, source: str, reason: str, may_be_larger: bool = False) -> None:
+def _check_vocab_size(hf: HFConfig, model: HFConfig, source: str, reason: str) -> None:
+    """Raise ConfigError if a model lacks a row for a token that the policy may sample; it may have more rows."""
     size, policy_size = model["vocab_size"], hf["vocab_size"]
-    if size != policy_size and not (may_be_larger and int(size) > int(policy_size)):
+    if int(size) < int(policy_size):
         raise ConfigError(f"{source} has a vocabulary of {size}, the policy of {policy_size}; {reason}")
 
 
@@ -236,8 +243,9 @@ def read_served_models(
     configs = {}
     if reward_config := _reward_model(hf, config, declared, dry_run, warnings):
         configs["reward"] = reward_config
-    teachers = [role for role in declared.roles if resolve_worker(config, declared, role, worker_of(role)) == TEACHER]
-    configs |= _read_role_models(hf, config, declared, teachers, dry_run, warnings)
+    frozen = (TEACHER, SEPARATE_REFERENCE)
+    frozen_policies = [r for r in declared.roles if resolve_worker(config, declared, r, worker_of(r)) in frozen]
+    configs |= _read_role_models(hf, config, declared, frozen_policies, dry_run, warnings)
     return ServedModels(configs, classifier)
 
 
@@ -260,7 +268,7 @@ def _reward_model(
         raise ConfigError(
             f"{source} has no {VALUE_HEAD}: it is not a reward model; train one with algorithm=reward_model"
         )
-    reason = "the reward model reads the policy's tokens, so it must have its tokenizer and vocabulary"
+    reason = "the reward model reads the policy's tokens, so it must have its tokenizer and at least its vocabulary"
     _check_vocab_size(hf, reward_config, source, reason)
     check_same_tokenizer(config, source, path, reason)
     check_positions(reward_config, config, source)
@@ -297,22 +305,29 @@ def _read_classifier(
 
 
 def _read_role_models(
-    hf: HFConfig, config: Config, declared: Requirements, teachers: Collection[str], dry_run: bool, warnings: list[str]
+    hf: HFConfig,
+    config: Config,
+    declared: Requirements,
+    frozen_policies: Collection[str],
+    dry_run: bool,
+    warnings: list[str],
 ) -> dict[str, HFConfig]:
     """Return config.json of the `roles` models that Megatron computes, by role; they must read the policy's token ids.
 
-    teachers: roles whose models compute log-probs of tokens.
+    frozen_policies: roles whose models compute log-probs of tokens.
     """
     warnings += [
         f"roles.{role} is set, but {declared.name} has no {role}" for role in config.roles if role not in declared.roles
     ]
     configs: dict[str, HFConfig] = {}
     for role in declared.roles:
-        if role in BUILTIN_ROLES:
+        if role in BUILTIN_ROLES and role != "reference":
             continue
+        if role == "reference" and is_on_megatron(config, role) and not role_settings(config, role).model:
+            configs[role] = hf  # the policy's, on other ranks or in another layout
         path, key, is_megatron = role_settings(config, role).model, f"roles.{role}.model", is_on_megatron(config, role)
         source = f"{key}={path}"
-        if not path and role in teachers:
+        if not path and role in frozen_policies and role != "reference":
             raise ConfigError(f"{key} is not set; it must name the HF folder of the {role}")
         if not path:
             continue
@@ -323,12 +338,12 @@ def _read_role_models(
             folder_config(path, key)
             continue
         model = configs[role] = read_complete_folder(path, key, head=False)
-        if role in teachers and is_classifier(model):
+        if role in frozen_policies and is_classifier(model):
             raise ConfigError(
                 f"{source} is a classifier, {model['architectures'][0]}, which has no log-probs of tokens"
             )
         reason = f"the {role} reads the policy's tokens, so it must have its tokenizer and at least its vocabulary"
-        _check_vocab_size(hf, model, source, reason, may_be_larger=True)
+        _check_vocab_size(hf, model, source, reason)
         check_same_tokenizer(config, source, path, reason)
         if declared.has_rollout:
             check_positions(model, config, source)

@@ -83,7 +83,8 @@ class ActorWorker(TrainingWorker):
 
 class ReferenceWorker(Worker):
     """Keeps a host copy of the actor's weights as loaded from `model.path`; with LoRA none, since these weights never
-    change. There is no second model on the device. It is colocated with the actor."""
+    change. There is no second model on the device. It is colocated with the actor; for a reference on other ranks see
+    `SeparateReferenceWorker`."""
 
     def __init__(self, context: Context, actor: ActorWorker) -> None:
         super().__init__(context)
@@ -106,28 +107,18 @@ class ReferenceWorker(Worker):
             )
 
 
-class TeacherWorker(ModelWorker):
-    """Runs on Megatron, in its own layout on its own ranks. It reads the engine's token ids, so it must have the
-    policy's vocabulary. For a controller that lists the role `teacher`, or another name in its `workers`:
-
-        roles: {teacher: {model: /models/big, parallel: {tp: 2}}}
-        placement: {actor: 0-1, teacher: 2-3}
-    """
+class FrozenPolicyWorker(ModelWorker):
+    """Base of policies that are not trained: a Megatron model in its own layout on its own ranks. It reads the engine's
+    token ids, so it must have the policy's vocabulary. It routes for itself: the recorded experts are the policy's."""
 
     role = "actor"
 
-    def start(self) -> None:
-        path = role_settings(self.config, self.name).model
-        if not path:
-            raise ConfigError(
-                f"roles.{self.name}.model is not set; it must name the HF folder of the {self._display_name}"
-            )
+    def load(self, path: str) -> None:
+        """Build the model of an HF folder on the role's ranks."""
         hf, config = load_hf_config(path), role_config(self.config, self.name)
         if is_classifier(hf):
             raise ConfigError(f"roles.{self.name}.model={path} is a classifier, which has no log-probs of tokens")
-        train = dataclasses.replace(
-            config.train, routing_replay=False, sparse_index_replay=False
-        )  # records hold the policy's experts
+        train = dataclasses.replace(config.train, routing_replay=False, sparse_index_replay=False)
         self.build(hf, path, dataclasses.replace(config, train=train, lora=LoraConfig()), trains=False)
 
     def forward(self, batch: TrainBatch, temperature: float | None = None) -> Future[ModelOutput]:
@@ -140,3 +131,31 @@ class TeacherWorker(ModelWorker):
     @property
     def _remedy(self) -> str:
         return f"check the model of roles.{self.name}.model"
+
+
+class SeparateReferenceWorker(FrozenPolicyWorker):
+    """A reference with a model of its own, so that it may have other ranks than the actor, another layout, or another
+    folder of the same vocabulary:
+
+        roles: {reference: {model: /models/big, parallel: {tp: 2}}}     # default: model.path and `parallel`
+        placement: {actor: 0-1, reference: 2-3}
+    """
+
+    def start(self) -> None:
+        self.load(role_settings(self.config, self.name).model or self.config.model.path)
+
+
+class TeacherWorker(FrozenPolicyWorker):
+    """For a controller that lists the role `teacher`, or another name in its `workers`:
+
+        roles: {teacher: {model: /models/big, parallel: {tp: 2}}}
+        placement: {actor: 0-1, teacher: 2-3}
+    """
+
+    def start(self) -> None:
+        path = role_settings(self.config, self.name).model
+        if not path:
+            raise ConfigError(
+                f"roles.{self.name}.model is not set; it must name the HF folder of the {self._display_name}"
+            )
+        self.load(path)
