@@ -61,8 +61,8 @@ def policy_and_critic(
     if not path or _plans_as_policy(path, source, dry_run and bool(config.model.hf_config), warnings):
         return hf, hf
     critic = read_complete_folder(path, "critic.path", head=True)
-    reason = "the critic reads the policy's tokens, so it must have its tokenizer and at least its vocabulary"
-    _check_vocab_size(hf, critic, source, reason)
+    reason = "the critic reads the policy's tokens, so it must have its tokenizer and vocabulary"
+    _check_vocab_size(hf, config, critic, source, reason, trains=True)
     return hf, critic
 
 
@@ -74,26 +74,38 @@ def _plans_as_policy(path: str, source: str, dry_run: bool, warnings: list[str])
     return is_missing
 
 
-def _check_vocab_size(hf: HFConfig, model: HFConfig, source: str, reason: str) -> None:
-    """Raise ConfigError if a model lacks a row for a token that the policy may sample; it may have more rows."""
-    size, policy_size = model["vocab_size"], hf["vocab_size"]
-    if int(size) < int(policy_size):
-        raise ConfigError(f"{source} has a vocabulary of {size}, the policy of {policy_size}; {reason}")
+def _check_vocab_size(
+    hf: HFConfig, config: Config, model: HFConfig, source: str, reason: str, trains: bool = False
+) -> None:
+    """Raise ConfigError if a model's embedding lacks a row for a token of the policy; it may have more rows.
+
+    Embeddings of the same tokenizer differ in padding, also between sizes of a family. A model that is not trained may
+    lack padding rows of the policy (`ModelWorker`); a critic would be updated on a token that it does not have.
+    """
+    size, policy_size, whose = int(model["vocab_size"]), int(hf["vocab_size"]), "the policy"
+    if not trains and config.model.path and Path(config.model.path).exists():
+        if ids := _read_vocabulary(config.model.path).values():
+            policy_size, whose = max(ids) + 1, "the policy's tokenizer"
+    if size < policy_size:
+        raise ConfigError(f"{source} has a vocabulary of {size}, {whose} one of {policy_size}; {reason}")
 
 
 def check_same_tokenizer(config: Config, source: str, path: str, reason: str) -> None:
-    """Raise ConfigError unless a model's tokenizer has the policy's vocabulary; skipped if the policy is not on disk.
+    """Raise ConfigError unless a model's tokenizer has all tokens of the policy's, with the same ids; it may have more.
+    Skipped if the policy is not on disk.
 
-    source: the key and the path. reason: why the vocabularies must be the same.
+    source: the key and the path. reason: why it must have them.
     """
     if not config.model.path or not Path(config.model.path).exists():
         return
     vocabulary, policy_vocabulary = _read_vocabulary(path), _read_vocabulary(config.model.path)
-    if vocabulary == policy_vocabulary:
+    if vocabulary and policy_vocabulary and policy_vocabulary.items() <= vocabulary.items():
+        return
+    if not vocabulary and not policy_vocabulary:
         return
     what = "one of them has no vocabulary to compare"
     if vocabulary and policy_vocabulary:
-        token, number = min(vocabulary.items() ^ policy_vocabulary.items(), key=lambda item: item[1])
+        token, number = min(policy_vocabulary.items() - vocabulary.items(), key=lambda item: item[1])
         what = f"they differ in {token!r}, token {number}"
     raise ConfigError(f"{source} has another tokenizer than model.path={config.model.path}: {what}; {reason}")
 
@@ -268,8 +280,8 @@ def _reward_model(
         raise ConfigError(
             f"{source} has no {VALUE_HEAD}: it is not a reward model; train one with algorithm=reward_model"
         )
-    reason = "the reward model reads the policy's tokens, so it must have its tokenizer and at least its vocabulary"
-    _check_vocab_size(hf, reward_config, source, reason)
+    reason = "the reward model reads the policy's tokens, so it must have its tokenizer and vocabulary"
+    _check_vocab_size(hf, config, reward_config, source, reason)
     check_same_tokenizer(config, source, path, reason)
     check_positions(reward_config, config, source)
     return reward_config
@@ -342,8 +354,8 @@ def _read_role_models(
             raise ConfigError(
                 f"{source} is a classifier, {model['architectures'][0]}, which has no log-probs of tokens"
             )
-        reason = f"the {role} reads the policy's tokens, so it must have its tokenizer and at least its vocabulary"
-        _check_vocab_size(hf, model, source, reason)
+        reason = f"the {role} reads the policy's tokens, so it must have its tokenizer and vocabulary"
+        _check_vocab_size(hf, config, model, source, reason)
         check_same_tokenizer(config, source, path, reason)
         if declared.has_rollout:
             check_positions(model, config, source)

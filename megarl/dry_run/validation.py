@@ -295,9 +295,7 @@ def _check_chats(
             attempt(data_checks.check_offered_by_files, config, declared, chat.catalog)
 
 
-def _group_ranks(
-    config: Config, roles: Sequence[str], served: Iterable[str]
-) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _group_ranks(config: Config, roles: Sequence[str], served: Iterable[str]) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return a label for each set of ranks with the same models -> the role whose stages they are planned by, and the
     ranks.
 
@@ -311,9 +309,7 @@ def _group_ranks(
         if local_models := tuple(role for role in models if rank in placement.ranks_of(role)):
             ranks_by_models.setdefault(local_models, []).append(rank)
     groups = sorted(ranks_by_models.items(), key=lambda group: models.index(group[0][0]))
-    return {
-        _describe_ranks(placement, roles, ranks): (local_models[0], tuple(ranks)) for local_models, ranks in groups
-    }
+    return {_describe_ranks(placement, roles, ranks): (local_models[0], tuple(ranks)) for local_models, ranks in groups}
 
 
 def _describe_ranks(placement: Placement, roles: Sequence[str], ranks: Sequence[int]) -> str:

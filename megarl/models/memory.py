@@ -99,7 +99,6 @@ class TrainedStage(NamedTuple):
     states: dict[str, int]
 
 
-
 class ElementCounts(NamedTuple):
     """Numbers of elements on a rank."""
 

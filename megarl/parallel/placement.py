@@ -31,7 +31,7 @@ _ROLE_NAMES = {
     "reference": "ref ref_policy ref_model reference_policy reference_model",
     "critic": "value value_model value_function critic_model",
     "reward": "rm reward_model reward_fn reward_function grader scorer",
-    "rollout": "generator generation rollout_engine inference inference_engine sampler sampling engine engines sglang vllm",
+    "rollout": "generator generation rollout_engine inference sampler engine engines sglang vllm",
     "teacher": "teacher_model distill_teacher",
 }
 ROLES_BY_OTHER_NAME = {name: role for role, names in _ROLE_NAMES.items() for name in names.split()}
@@ -101,14 +101,16 @@ def has_separate_reference(config: Config) -> bool:
     """Return whether the reference is a model of its own: on other ranks than the actor, in another layout, or of
     another folder. Otherwise it is the actor's model with its initial weights."""
     settings, placement = role_settings(config, "reference"), placement_of(config)
-    return bool(
-        settings.model or settings.parallel or placement.ranks_of("reference") != placement.ranks_of("actor")
-    )
+    return bool(settings.model or settings.parallel or placement.ranks_of("reference") != placement.ranks_of("actor"))
+
+
+def _shares_actor(config: Config, role: str) -> bool:
+    return role == "reference" and not has_separate_reference(config)
 
 
 def is_on_megatron(config: Config, role: str) -> bool:
     """Return whether the role has a model of its own, with a Megatron layout over its ranks."""
-    if role == "rollout" or (role == "reference" and not has_separate_reference(config)):
+    if role == "rollout" or _shares_actor(config, role):
         return False
     return has_model(config, role) and role_backends(config, role)[0] in ("", MEGATRON)
 
@@ -138,7 +140,9 @@ def with_role(
             raise ConfigError(f"register_worker({role!r}): the {role} has no separate {name}; remove it")
         new_value = value
         if key == "parallel":
-            new_value = strict.build_dataclass(ParallelConfig, dict(parallel or {}), "parallel.", Config, config.parallel)
+            new_value = strict.build_dataclass(
+                ParallelConfig, dict(parallel or {}), "parallel.", Config, config.parallel
+            )
         config = _replace_path(config, key.split("."), new_value)
     return config
 
@@ -236,7 +240,9 @@ def _to_text(value: Any, key: str) -> str:
     """Return a value of `placement` as text. Raises ConfigError for one that lists no ranks."""
     if isinstance(value, Mapping):
         if set(value) != {"ranks"}:
-            raise ConfigError(f"{key}: {REMEDY}; layouts and models are in roles.ROLE and {{ranks: 0-3}} is the only key")
+            raise ConfigError(
+                f"{key}: {REMEDY}; layouts and models are in roles.ROLE and {{ranks: 0-3}} is the only key"
+            )
         value = value["ranks"]
     items = value if isinstance(value, list | tuple) else [value]
     if not all(isinstance(item, str | int) and not isinstance(item, bool) for item in items):
@@ -365,15 +371,20 @@ def check_placement(config: Config, roles: Collection[str], warnings: list[str])
         if not placement.ranks_of(role) and has_model(config, role):
             what = "reward.model runs" if role == "reward" else f"the {role} computes"
             raise ConfigError(f"placement.{role}=cpu, but {what} on ranks: name ranks, or remove the role")
-    for role, other in combinations([role for role in roles if has_model(config, role)], 2):
+    overlapping = []
+    models = [role for role in roles if has_model(config, role) and not _shares_actor(config, role)]
+    for role, other in combinations(models, 2):
         ranks_a, ranks_b = set(placement.ranks_of(role)), set(placement.ranks_of(other))
-        everywhere = "rollout" in (role, other) and len(placement.ranks_of("rollout")) == placement.world
-        if ranks_a & ranks_b and ranks_a != ranks_b and not everywhere:
-            warnings.append(
-                f"placement has the {role} on {placement.format_ranks(role)} and the {other} on "
-                f"{placement.format_ranks(other)}: rank {format_ranges(sorted(ranks_a ^ ranks_b))} waits while the "
-                "ranks of both compute in turn; the same ranks or disjoint ones leave none idle"
+        is_everywhere = placement.world in (len(ranks_a), len(ranks_b))
+        if ranks_a & ranks_b and ranks_a != ranks_b and not is_everywhere:
+            overlapping.append(
+                f"{role} on {placement.format_ranks(role)} and {other} on {placement.format_ranks(other)}"
             )
+    if overlapping:
+        warnings.append(
+            f"placement has {'; '.join(overlapping)}: where only some ranks are shared, the others wait while these "
+            "compute both roles in turn"
+        )
     for role in roles:
         if is_on_megatron(config, role):
             _check_model(config, placement, role)

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from megarl.checkpoint.export import gather_hf
 from megarl.config import ConfigError, LoraConfig
@@ -17,8 +18,8 @@ from megarl.models.hf_folder import save_adapter, save_hf
 from megarl.models.lora_tables import adapted_weights, peft_config, peft_tensors
 from megarl.models.registry import load_hf_config
 from megarl.observe.clock import REMOTE
-from megarl.parallel.placement import role_config, role_settings
-from megarl.parallel.ranks import run_on_all
+from megarl.parallel.placement import placement_of, role_config, role_settings
+from megarl.parallel.ranks import broadcast_object, new_host_group, run_on_all
 from megarl.parallel.wait_listeners import track_progress
 from megarl.types import ModelOutput, TrainBatch
 from megarl.workers.context import Context, Worker
@@ -141,15 +142,58 @@ class SeparateReferenceWorker(FrozenPolicyWorker):
         placement: {actor: 0-1, reference: 2-3}
     """
 
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.version = 0
+        """Number of refreshes so far: 0 is the folder that it was loaded from."""
+
     def start(self) -> None:
         self.load(role_settings(self.config, self.name).model or self.config.model.path)
+        source = placement_of(self.config).ranks_of("actor")[0]
+        self._refresh_ranks = sorted({source, *self.members})
+        self._refresh_group = new_host_group(self._refresh_ranks)
+        self._source = self._refresh_ranks.index(source)
+
+    def refresh(self, actor: ActorWorker) -> None:
+        """Make the policy's current weights, with adapters merged, the reference's. All ranks call it. The reference
+        must be of the actor's architecture.
+
+        The actor gathers its tensors one bucket at a time, and its first rank sends each to all of the reference's
+        ranks, over the host: seconds per GB, for a refresh every some hundred steps.
+        """
+        self.version += 1
+        with self.clock.phase("reference_refresh", self.phase_owner):
+            tensors = self._receive_tensors(actor)
+            if self.model is not None:
+                self.model.load_tensors(tensors)
+            for _ in tensors:  # other ranks take part in gathering and sending
+                pass
+
+    def _receive_tensors(self, actor: ActorWorker) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the actor's full HF tensors, on the host of the reference's ranks and of the actor's first rank."""
+        local = actor.hf_tensors() if actor.model is not None else iter(())
+        while True:
+            item = next(local, None)
+            if self.job.rank not in self._refresh_ranks:
+                if item is None:
+                    return
+                continue
+            header = None if item is None else (item[0], list(item[1].shape), str(item[1].dtype).removeprefix("torch."))
+            header = broadcast_object(header, self._source, self._refresh_group)
+            if header is None:
+                return
+            name, shape, dtype = header
+            is_source = self.job.rank == self._refresh_ranks[self._source]
+            tensor = item[1].cpu() if is_source and item else torch.empty(shape, dtype=getattr(torch, dtype))
+            dist.broadcast(tensor, group_src=self._source, group=self._refresh_group)
+            yield name, tensor
 
 
 class TeacherWorker(FrozenPolicyWorker):
     """For a controller that lists the role `teacher`, or another name in its `workers`:
 
-        roles: {teacher: {model: /models/big, parallel: {tp: 2}}}
-        placement: {actor: 0-1, teacher: 2-3}
+    roles: {teacher: {model: /models/big, parallel: {tp: 2}}}
+    placement: {actor: 0-1, teacher: 2-3}
     """
 
     def start(self) -> None:

@@ -139,19 +139,20 @@ def test_accepts_valid_placement_without_warnings(placement: dict[str, Any]) -> 
 @pytest.mark.parametrize(
     ("placement", "sections", "message"),
     [
-        ({"actor": "0-3", "critic": "2-7"}, {}, "the actor on 0-3 and the critic on 2-7: rank 0-1,4-7 waits"),
+        ({"actor": "0-3", "critic": "2-7"}, {}, "placement has actor on 0-3 and critic on 2-7: where only some"),
         ({"actor": "0-3", "rollout": "0-7"}, {}, ""),  # engines may be on all ranks
-        ({"actor": "0-3", "rollout": "2-7"}, {}, "the rollout on 2-7 and the actor on 0-3: rank 0-1,4-7 waits"),
+        ({"actor": "0-3", "rollout": "2-7"}, {}, "rollout on 2-7 and actor on 0-3; rollout on 2-7 and critic on 0-3: "),
         ({"actor": "0-3", "reward": "3-4", "rollout": "4-7"}, {}, ""),  # functions have no ranks
-        ({"actor": "0-3", "reward": "2-7"}, {"reward": {"model": "x"}}, "and the reward on 2-7: rank 0-1,4-7 waits"),
-        ({"actor": "0-3", "reference": "0-5"}, {}, "and the reference on 0-5: rank 4-5 waits"),
+        ({"actor": "0-3", "reward": "2-7"}, {"reward": {"model": "x"}}, "; critic on 0-3 and reward on 2-7: where"),
+        ({"actor": "0-3", "reference": "0-5"}, {}, "actor on 0-3 and reference on 0-5; reference on 0-5 and critic"),
+        ({"actor": "0-3", "reference": "all"}, {}, ""),
     ],
 )
 def test_warns_of_roles_that_share_some_ranks(placement: Any, sections: Any, message: str) -> None:
     warnings: list[str] = []
     check_placement(config({"critic": placement["actor"], **placement}, **sections), PPO, warnings)
-    pairs = [line for line in warnings if "placement has" in line]
-    assert any(message in line for line in pairs) if message else not pairs
+    overlaps = [line for line in warnings if "placement has" in line]
+    assert len(overlaps) == 1 and message in overlaps[0] if message else not overlaps
 
 
 @pytest.mark.alone
@@ -268,7 +269,23 @@ def test_engines_must_fit_their_ranks_and_nodes(rollout: str, tp: int, ranks_per
 
 
 def test_set_placement_sets_the_config_key(units: dict[str, Any]) -> None:
-    assert units["set_placement"] == {"actor": "0-3", "critic": "4-7"}
+    assert units["set_placement"] == {"actor": "0-3", "critic": [4, 5]}
+
+
+def test_names_of_other_projects_are_answered_by_those_here(units: dict[str, Any]) -> None:
+    run, typo, model, tp, key, ranks, mapping = units["other_names"]
+    assert (
+        run
+        == "flow.run has no argument num_rollouts; did you mean num_rollout? (it has num_rollout, num_update, until)"
+    )
+    assert typo.startswith("flow.run has no argument num_rolout; did you mean num_rollout?")
+    assert model == "register_worker('actor', ..) has no argument model_path; did you mean model?"
+    assert tp.endswith("no argument tensor_model_parallel_size; did you mean parallel={'tp': ..}?")
+    assert key.startswith("unknown key parallel.tensor_model_parallel_size; did you mean parallel.tp?")
+    assert ranks.endswith("no argument gpus; did you mean flow.set_placement({role: '0-3'})?")
+    assert mapping.startswith(
+        "HybridFlow takes the path of a YAML file, or a Config, not a dict: megarl.config.from_dict"
+    )
 
 
 def test_roles_are_unavailable_before_the_run(units: dict[str, Any]) -> None:
