@@ -414,15 +414,16 @@ class HybridFlow:
         return self.loader.peek(min(steps, self.config.run.num_rollout - self.step))
 
     def _describe_models(self) -> list[str]:
-        """Return a line for each trained model whose first rank this is."""
-        assert self.checkpointer is not None
+        """Return a line for each model whose first rank this is."""
         lines, placement = [], placement_of(self.config)
-        for role, model in self.checkpointer.trained_models().items():
-            if model.ranks.role_rank == 0:
+        for role, worker in self.workers.items():
+            model = worker.model if isinstance(worker, ModelWorker) else None
+            if model is not None and model.ranks.role_rank == 0:
                 layout = " ".join(f"{name}={getattr(model.ranks, name)}" for name in ("tp", "cp", "pp", "ep", "etp"))
                 where = "" if placement.is_colocated else f" on ranks {placement.format_ranks(role)}"
                 adapters = sum(map(torch.numel, model.local_adapters().values()))
                 count = sum(map(torch.numel, model.local_params().values())) + adapters
                 trained = f", of which LoRA trains {adapters:,} ({adapters / count:.2%})" if adapters else ""
+                trained = trained if role in self.requirements.trained_roles else ", not trained"
                 lines.append(f"{role}{where}: {layout}, {count:,} parameters on rank {self.job.rank}{trained}")
         return lines
