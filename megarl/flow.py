@@ -21,6 +21,7 @@ from megarl.checkpointing import Checkpointer
 from megarl.config import Config, ConfigError, load_config
 from megarl.config.command_line import format_command
 from megarl.config.paths import expand_config_paths
+from megarl.config.stages import largest_config
 from megarl.config.strict import closest_match
 from megarl.controllers.controller import StepResult, load_requirements, make_controller
 from megarl.controllers.evaluation import Evaluator
@@ -201,6 +202,9 @@ class HybridFlow:
         self.profile.begin(step)
         self.begin_step()
         self.control.apply(step, ranks.broadcast_object(self.control.read() if self.log.is_writer else None))
+        every = self.config.kl.refresh_reference_every
+        if every and step > 1 and (step - 1) % every == 0 and "reference" in self.requirements.roles:
+            self.reference.refresh(self.actor)
 
     def _finish_step(self, result: StepResult) -> dict[str, float]:
         metrics = dict(result.metrics)
@@ -232,6 +236,13 @@ class HybridFlow:
             metrics |= self.gpu.metrics()
         metrics["perf/peak_memory_gib"] = device.peak_memory_bytes() / 2**30
         return self.log.end_step(self.step, metrics, result.rollouts, result.batch, result.trained_rollouts)
+
+    def check_config(self, config: Config) -> None:
+        return None
+
+    def set_config(self, config: Config) -> None:
+        """Set the configuration of the next step."""
+        self.config = config
 
     def begin_step(self) -> None:
         """Tell the workers the current step, which seeds what they sample."""
@@ -368,7 +379,7 @@ class HybridFlow:
         for note in self.data.notes:
             self.log.log(note)
         context = Context(
-            config=config,
+            config=largest_config(config),
             job=self.job,
             layouts=self.layouts,
             next_prompts=self._peek_items,
@@ -390,7 +401,9 @@ class HybridFlow:
             ranks.run_on_all(worker.start)
         for worker in self.workers.values():
             worker.wait_ready()
-        self.control = self.checkpointer.control = Control(self.log.run_dir, list(self.workers.values()), self.log.log)
+        components = (self, self.controller, *self.workers.values())
+        self.control = self.checkpointer.control = Control(self.log.run_dir, config, components, self.log.log)
+        self.control.start(1)
         self.evaluator = Evaluator(self, self.eval_items)
         for line in sum(ranks.all_gather_objects(self._describe_models()), []):
             self.log.log(line)

@@ -22,7 +22,8 @@ from reward_server import RewardServer, chat_completion
 
 WEIGHTS = {"even": 0.4, "model": 0.5, "service": 0.1, "tone": -0.2}
 SETTINGS = [
-    *("algorithm=grpo", "run.ppo_epochs=1", "run.num_update=2", "run.num_rollout=2", "run.export=false"),
+    *("algorithm=grpo", "run.ppo_epochs=1", "run.num_update=2", "run.num_rollout=4", "run.export=false"),
+    *("kl.refresh_reference_every=2", "run.keep_checkpoints=4"),
     *("rollout.samples_per_prompt=2", "rollout.max_turns=1", "rollout.max_new_tokens=16", "kl.apply_to=loss"),
     *("kl.coef=0.1", "train.routing_replay=true", f"reward.weights={json.dumps(WEIGHTS)}"),
 ]
@@ -30,6 +31,7 @@ SEPARATE = [  # the reference and the reward model each share some ranks with th
     "placement={actor: 0-1, reference: [1, 2], reward: gpus 0-2, rollout: 2}",
     *("parallel.world_size=3", "parallel.ranks_per_node=3"),
 ]
+ROLES = ("actor", "reference", "reward")
 LAYOUTS = "reference: {parallel: {tp: 1, pp: 2, ep: 1}}"
 
 
@@ -85,21 +87,57 @@ def separate_run(folder: Path, server: RewardServer, host: str, tmp_path_factory
 def test_separate_reference_equals_the_colocated_one(
     separate_run: Path, folder: Path, server: RewardServer, tmp_path: Path
 ) -> None:
-    """The same rollouts on the actor's two ranks, where the reference is the actor's model with swapped weights."""
+    """The same rollouts on the actor's two ranks, where the reference is the actor's model with swapped weights; both
+    take the policy's weights before step 3."""
     settings = [*SETTINGS, f"reward.model={folder}/reward", roles(server), f"rollout.replay={separate_run}"]
     train(folder, tmp_path / "colocated", *settings)
     separate, colocated = read_steps(separate_run), read_steps(tmp_path / "colocated")
-    assert [row["step"] for row in separate] == [row["step"] for row in colocated] == [1, 2]
+    assert [row["step"] for row in separate] == [row["step"] for row in colocated] == [1, 2, 3, 4]
+    assert [row["actor/reference_version"] for row in separate] == [0, 0, 1, 1]
     for actual, expected in zip(separate, colocated, strict=True):
         assert actual["actor/kl_to_reference"] == pytest.approx(expected["actor/kl_to_reference"], abs=1e-6)
         for name in ("actor/kl_loss", "actor/loss", "actor/grad_norm", "rollout/reward_mean", "reward/model"):
             assert actual[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-6), name
         assert actual["time/reference_logprobs"] > 0
-    assert separate[1]["actor/kl_to_reference"] > 1e-5
-    assert [path.name for path in (separate_run / "checkpoints/step_000002").iterdir() if path.is_dir()] == ["actor"]
+    assert min(row["actor/kl_to_reference"] for row in (separate[1], separate[3])) > 1e-5
+    for step, names in ((2, ["actor"]), (3, ["actor", "reference"])):
+        folders = (separate_run / f"checkpoints/step_{step:06d}").iterdir()
+        assert sorted(path.name for path in folders if path.is_dir() and path.name in ROLES) == names
+    assert log_lines(separate_run, "reference on ranks 1-2: tp=1 cp=1 pp=2 ep=1 etp=1, ")
     assert log_lines(
         separate_run, "placement has rollout on 2 and reference on 1-2; actor on 0-1 and reference on 1-2:"
     )
+
+
+@pytest.mark.nightly
+def test_resume_restores_a_refreshed_reference(
+    separate_run: Path, folder: Path, server: RewardServer, tmp_path: Path
+) -> None:
+    """Step 4 again, from the checkpoint after step 3: with the reference in another layout, its KL is the same."""
+    resumed = tmp_path / "resumed"
+    shutil.copytree(separate_run / "checkpoints/step_000003", resumed / "checkpoints/step_000003")
+    shutil.copy(separate_run / "config.yaml", resumed / "config.yaml")
+    settings = [*SETTINGS, *SEPARATE, f"reward.model={folder}/reward", f"rollout.replay={separate_run}"]
+    layouts = roles(server, "reference: {parallel: {tp: 2, pp: 1, ep: 2}}", tp=1, pp=3, ep=1)
+    train(folder, resumed, *settings, layouts, "run.resume=auto")
+    (actual,), expected = read_steps(resumed), read_steps(separate_run)[-1]
+    assert actual["actor/reference_version"] == 1 and actual["actor/loss"] == pytest.approx(expected["actor/loss"])
+    assert actual["actor/kl_to_reference"] == pytest.approx(expected["actor/kl_to_reference"], abs=1e-6)
+
+
+@pytest.mark.nightly
+def test_separate_reference_of_a_policy_with_adapters(
+    separate_run: Path, folder: Path, server: RewardServer, tmp_path: Path
+) -> None:
+    """With LoRA, a colocated reference disables or swaps the adapters, and a separate one gets them merged."""
+    settings = [*SETTINGS, "lora.rank=4", f"rollout.replay={separate_run}", f"reward.model={folder}/reward"]
+    settings += ["actor_optimizer.lr=0.01", "run.save_every=0"]
+    train(folder, tmp_path / "separate", *settings, *SEPARATE, roles(server, LAYOUTS, tp=1, pp=3, ep=1))
+    train(folder, tmp_path / "colocated", *settings, roles(server))
+    separate, colocated = read_steps(tmp_path / "separate"), read_steps(tmp_path / "colocated")
+    assert len(separate) == 4 and separate[1]["actor/kl_to_reference"] > 1e-5
+    for actual, expected in zip(separate, colocated, strict=True):
+        assert actual["actor/kl_to_reference"] == pytest.approx(expected["actor/kl_to_reference"], abs=1e-6)
 
 
 def test_reward_of_each_rollout_is_the_weighted_sum_of_its_parts(separate_run: Path, folder: Path) -> None:
@@ -107,7 +145,7 @@ def test_reward_of_each_rollout_is_the_weighted_sum_of_its_parts(separate_run: P
     from transformers import AutoModelForSequenceClassification
 
     model = AutoModelForSequenceClassification.from_pretrained(folder / "reward", dtype=torch.float32)
-    for step in (1, 2):
+    for step in (1, 2, 3, 4):
         rollouts = read_rollouts(separate_run, step)
         assert len(rollouts) == 8
         for rollout in rollouts:

@@ -39,6 +39,7 @@ from megarl.config.keys import (  # noqa: F401  re-exported
 )
 from megarl.config.paths import expand, expand_config_paths, find_model_folder
 from megarl.config.recipes import apply_recipe
+from megarl.config.stages import parse_stages
 from megarl.config.strict import ConfigError, Range, to_dict  # noqa: F401  re-exported
 
 _OTHER_NAMES = {
@@ -179,6 +180,11 @@ class Config:
     guards: GuardsConfig = field(default_factory=GuardsConfig)
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
+    stages: dict[str, Any] = field(default_factory=dict)
+    """Keys that change at given steps: `{8200: {rollout: {max_context: 65536}}}` is DeepSeek-R1's longer context from
+    step 8,200 on. A stage keeps what earlier ones have set. `config/stages.py` lists the keys; a learning rate is the
+    peak of its schedule. Memory is planned for the largest stage, and prompts fit into the smallest context.
+    `control.yaml` in the run folder changes the same keys by hand, and takes precedence."""
     expect: dict[str, Any] = field(default_factory=dict)
     """Expected metrics, `{eval/reward_greedy: {min: 0.9}}`, also with `max` and `step`: tools/check_recipes.py runs
     the configuration and compares. The run itself ignores them."""
@@ -227,6 +233,7 @@ def from_dict(tree: dict[str, Any]) -> Config:
     if isinstance(name, str):  # `build_dataclass` rejects other types
         tree = apply_recipe(tree, name)
     config: Config = strict.build_dataclass(Config, tree, "", root=Config)
+    parse_stages(config)
     return expand_config_paths(config)
 
 

@@ -123,6 +123,18 @@ class Controller(ABC):
         self.config = config
         self.options: Any = self.read_options(config)
 
+    def check_config(self, config: Config) -> None:
+        """Raise ConfigError for a configuration that the algorithm cannot change to during the run."""
+        self.read_options(config)
+
+    def set_config(self, config: Config) -> None:
+        """Set the configuration of the next step, also of controllers inside this one. Only keys of `config/stages.py`
+        change."""
+        self.config = config
+        for part in vars(self).values():
+            if isinstance(part, Controller):
+                part.set_config(config)
+
     @classmethod
     def read_options(cls, config: Config) -> Any:
         """Return the key `options` as an `Options`. Raises ConfigError for an unknown key or a value out of range."""

@@ -19,7 +19,7 @@ from megarl.config import Config, ConfigError, strict
 from megarl.config.paths import is_hub_name
 from megarl.models.family import VALUE_HEAD, HFConfig, is_classifier
 from megarl.models.hf_folder import open_hf
-from megarl.models.memory import InferenceStage, classifier_stages, inference_stages
+from megarl.models.memory import InferenceStage, classifier_stages, inference_stages, unique_params
 from megarl.models.registry import family_of, load_hf_config, param_count
 from megarl.parallel.placement import BUILTIN_ROLES, is_on_megatron, role_backends, role_config, role_settings
 from megarl.rewards.reward_settings import options_without
@@ -353,6 +353,11 @@ def _read_role_models(
         if role in frozen_policies and is_classifier(model):
             raise ConfigError(
                 f"{source} is a classifier, {model['architectures'][0]}, which has no log-probs of tokens"
+            )
+        if role == "reference" and config.kl.refresh_reference_every and unique_params(hf) != unique_params(model):
+            raise ConfigError(
+                f"{source} with kl.refresh_reference_every={config.kl.refresh_reference_every}: that model has other "
+                "tensors than the policy, whose weights it cannot take; remove one of them"
             )
         reason = f"the {role} reads the policy's tokens, so it must have its tokenizer and vocabulary"
         _check_vocab_size(hf, config, model, source, reason)

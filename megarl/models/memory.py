@@ -20,7 +20,7 @@ from megarl.models.activation_memory import DTYPE_BYTES, layer_elements, logits_
 from megarl.models.deepseek_sparse import indexer_types, is_indexer
 from megarl.models.family import HFConfig
 from megarl.models.fp8 import BLOCK, is_fp8, is_quantised
-from megarl.models.host_memory import checkpoint_copy
+from megarl.models.host_memory import PENDING_CHECKPOINT, checkpoint_copy
 from megarl.models.layout_algebra import (
     BEFORE_DECODER,
     TOWER,
@@ -198,9 +198,18 @@ def plan_memory(
             weights, engine_weights = states.get("actor weights", 0), engine.get("engine weights", 0)
             if staged := sync_staging_bytes(rollout.weight_sync_bucket_mb << 20, weights, engine_weights):
                 weight_sync.update({"engine weights": engine_weights, "reshard staging": staged})
-            keeps_copy = "reference" in requirements.roles and not has_separate_reference(config)
-            if weights and keeps_copy and not config.lora.rank:
-                host["reference weights"] = weights
+            if "reference" in requirements.roles:
+                is_refreshed, is_separate = config.kl.refresh_reference_every > 0, has_separate_reference(config)
+                if is_separate:
+                    copied = states.get("reference weights", 0)
+                elif config.lora.rank:  # gradients are fp32, of the adapters only
+                    copied = states.get("actor gradients", 0) // 4 * size if is_refreshed else 0
+                else:
+                    copied = weights
+                if copied and not is_separate:
+                    host["reference weights"] = copied
+                if copied and is_refreshed and config.run.save_every:  # staged, even without `run.save_async`
+                    host[PENDING_CHECKPOINT] = host.get(PENDING_CHECKPOINT, 0) + copied
             if weights and config.guards.ppo_kl:
                 host["last good policy"] = weights + states["actor optimizer"]
             if config.train.offload and states:

@@ -13,11 +13,13 @@ import torch.distributed as dist
 
 from megarl.checkpoint.export import gather_hf
 from megarl.config import ConfigError, LoraConfig
+from megarl.megatron.trainer_model import MegatronModel
 from megarl.models.family import is_classifier
 from megarl.models.hf_folder import save_adapter, save_hf
 from megarl.models.lora_tables import adapted_weights, peft_config, peft_tensors
 from megarl.models.registry import load_hf_config
 from megarl.observe.clock import REMOTE
+from megarl.parallel.host_copy import HostCopy
 from megarl.parallel.placement import placement_of, role_config, role_settings
 from megarl.parallel.ranks import broadcast_object, new_host_group, run_on_all
 from megarl.parallel.wait_listeners import track_progress
@@ -83,26 +85,66 @@ class ActorWorker(TrainingWorker):
 
 
 class ReferenceWorker(Worker):
-    """Keeps a host copy of the actor's weights as loaded from `model.path`; with LoRA none, since these weights never
-    change. There is no second model on the device. It is colocated with the actor; for a reference on other ranks see
-    `SeparateReferenceWorker`."""
+    """Keeps a host copy of the actor's weights: those loaded from `model.path`, or those of the last `refresh`
+    (`kl.refresh_reference_every`). With LoRA the copy has the adapters only, and there is none without refreshes, since
+    the weights of `model.path` never change. There is no second model on the device. It is colocated with the actor;
+    for a reference on other ranks see `SeparateReferenceWorker`."""
 
     def __init__(self, context: Context, actor: ActorWorker) -> None:
         super().__init__(context)
         self.actor = actor
+        self.version = 0
+        """Number of refreshes so far: 0 is `model.path`."""
         self.use_reference_weights: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._copy: HostCopy | None = None
 
     def start(self) -> None:
-        model = self.actor.model
-        if model is not None:
-            self.use_reference_weights = (
-                model.without_adapters if self.config.lora.rank else partial(model.swap_weights, model.host_copy())
-            )
+        if self.actor.model is None:
+            return
+        if self.config.lora.rank and not self.config.kl.refresh_reference_every:
+            self.use_reference_weights = self.actor.model.without_adapters
+        else:
+            self._copy_weights(self.actor.model)
+
+    def _copy_weights(self, model: MegatronModel) -> None:
+        self._copy = model.host_copy()
+        self.use_reference_weights = partial(model.swap_weights, self._copy)
+
+    def refresh(self, actor: ActorWorker) -> None:
+        """Make the policy's current weights the reference. All ranks call it."""
+        with self.clock.phase("reference_refresh", REMOTE if actor.model is None else "reference"):
+            self.version += 1
+            if actor.model is not None:
+                assert self._copy is not None
+                actor.model.update_host_copy(self._copy)
+
+    @property
+    def saved_model(self) -> MegatronModel | None:
+        """The model that has the reference's weights within `use_reference_weights`, on its ranks."""
+        return self.actor.model
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's copy."""
+        return self._copy.size if self._copy is not None else 0
+
+    def restore_version(self, version: int, load: Callable[[MegatronModel], None]) -> None:
+        """Restore the weights of a checkpoint, which `load` loads into the model that it is called with."""
+        self.version = version
+        if version and (model := self.actor.model) is not None:
+            if self._copy is None:  # `kl.refresh_reference_every` has been set to 0 since
+                self._copy_weights(model)
+            with self.use_reference_weights():
+                load(model)
+
+    def metrics(self) -> dict[str, float]:
+        is_refreshed = self.version or self.config.kl.refresh_reference_every
+        return {"actor/reference_version": float(self.version)} if is_refreshed else {}
 
     def forward(self, batch: TrainBatch) -> Future[ModelOutput]:
         """Return log-probs, [T]. The reference routes for itself: the recorded experts are those of other weights."""
         with self.clock.phase("reference_logprobs", REMOTE if self.actor.model is None else "reference"):
-            what, temperature = "log-probs with the initial weights", self.actor.temperature
+            what, temperature = "log-probs with the reference's weights", self.actor.temperature
             return self.actor._forward(
                 batch.with_(routing=None, sparse_indices=None), what, temperature, context=self.use_reference_weights()
             )
@@ -149,6 +191,9 @@ class SeparateReferenceWorker(FrozenPolicyWorker):
 
     def start(self) -> None:
         self.load(role_settings(self.config, self.name).model or self.config.model.path)
+
+    def wait_ready(self) -> None:
+        super().wait_ready()
         source = placement_of(self.config).ranks_of("actor")[0]
         self._refresh_ranks = sorted({source, *self.members})
         self._refresh_group = new_host_group(self._refresh_ranks)
@@ -168,6 +213,29 @@ class SeparateReferenceWorker(FrozenPolicyWorker):
                 self.model.load_tensors(tensors)
             for _ in tensors:  # other ranks take part in gathering and sending
                 pass
+
+    @property
+    def saved_model(self) -> MegatronModel | None:
+        """The model that has the reference's weights, on its ranks."""
+        return self.model
+
+    def use_reference_weights(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's weights."""
+        return 0 if self.model is None else sum(tensor.nbytes for tensor in self.model.local_params().values())
+
+    def restore_version(self, version: int, load: Callable[[MegatronModel], None]) -> None:
+        """Restore the weights of a checkpoint, which `load` loads into the model that it is called with."""
+        self.version = version
+        if version and self.model is not None:
+            load(self.model)
+
+    def metrics(self) -> dict[str, float]:
+        is_refreshed = self.version or self.config.kl.refresh_reference_every
+        return super().metrics() | ({"actor/reference_version": float(self.version)} if is_refreshed else {})
 
     def _receive_tensors(self, actor: ActorWorker) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the actor's full HF tensors, on the host of the reference's ranks and of the actor's first rank."""
@@ -190,10 +258,13 @@ class SeparateReferenceWorker(FrozenPolicyWorker):
 
 
 class TeacherWorker(FrozenPolicyWorker):
-    """For a controller that lists the role `teacher`, or another name in its `workers`:
+    """A teacher, for a controller that lists the role `teacher`, or another name in its `workers`.
 
-    roles: {teacher: {model: /models/big, parallel: {tp: 2}}}
-    placement: {actor: 0-1, teacher: 2-3}
+    Its model is always named, its layout and ranks where they differ from the actor's:
+
+        roles: {teacher: {model: /models/big, parallel: {tp: 2}}}
+        placement: {actor: 0-1, teacher: 2-3}
+
     """
 
     def start(self) -> None:

@@ -27,7 +27,7 @@ from megarl.models.flops import model_flops
 from megarl.observe.clock import REMOTE
 from megarl.observe.mfu import RoleFlops
 from megarl.parallel import ranks
-from megarl.parallel.placement import placement_of
+from megarl.parallel.placement import placement_of, role_parallel
 from megarl.types import LOCAL, ModelOutput, TrainBatch
 from megarl.types.batch import select_columns
 from megarl.workers.context import Context, Worker
@@ -88,6 +88,14 @@ class ModelWorker(Worker):
             dispatcher = ranks.broadcast_object(dispatcher, self.members[0])
         assert dispatcher is not None
         self.distribution: BatchDispatcher = dispatcher
+
+    def set_config(self, config: Config) -> None:
+        if config.train.max_tokens_per_gpu != self.config.train.max_tokens_per_gpu:
+            budget = config.train.max_tokens_per_gpu * role_parallel(config, self.name).cp
+            self.distribution.token_budget = budget
+            if self.model is not None:
+                self.model.oom_retry.token_budget = budget
+        super().set_config(config)
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of `guards.oom_retry`, on which the role's ranks have agreed, on all ranks; empty if it is
@@ -255,6 +263,12 @@ class TrainingWorker(ModelWorker):
         """Step of the first skipped update, and the error message; set on the role's ranks once too many in a row were
         skipped."""
         self._kl_rollback = KLRollback(self.config.guards.ppo_kl if self.role == "actor" else None)
+
+    def set_config(self, config: Config) -> None:
+        super().set_config(config)
+        if self.model is not None:
+            settings = config.actor_optimizer if self.role == "actor" else config.critic.optimizer
+            self.model.set_peak_lr(settings.lr)
 
     def update(self, batch: TrainBatch, loss_fn: LossFn) -> UpdateMetrics:
         """Take one optimizer step on a mini-batch that has `loss_weights`. All ranks call it.

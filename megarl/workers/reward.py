@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from dataclasses import replace
 from itertools import islice
@@ -18,7 +18,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from megarl.config import ConfigError
+from megarl.config import Config, ConfigError
 from megarl.parallel import row_exchange
 from megarl.parallel.placement import engine_ranks
 from megarl.parallel.ranks import run_on_all, with_timeout
@@ -207,11 +207,12 @@ class RewardWorker(Worker):
             run_on_all(ask_service)
         return results
 
-    def controls(self) -> Mapping[str, Callable[[Any], Any]]:
-        return {"reward.weights": lambda given: check_weights(given, self.parts)}
+    def check_config(self, config: Config) -> None:
+        check_weights(config.reward.weights, self.parts)
 
-    def set_control(self, key: str, value: Any) -> None:
-        self.weights = value
+    def set_config(self, config: Config) -> None:
+        super().set_config(config)
+        self.weights = check_weights(config.reward.weights, self.parts)
 
     def metrics(self) -> dict[str, float]:
         """Return the weights, if any, and the share of rollouts whose functions had finished when `score` started."""
