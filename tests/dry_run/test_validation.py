@@ -141,6 +141,32 @@ def test_reward_model_on_separate_ranks(plan) -> None:
     assert "reward model weights" not in report.memory[0].states and serving.training == {}
 
 
+def test_reference_on_ranks_that_overlap_with_the_actors(plan) -> None:
+    """Each rank is planned with the stages that it has: of the actor, the reference, both, or neither."""
+    layout = ["parallel.world_size=4", "parallel.tp=1", "parallel.ep=1", "kl.apply_to=loss", "algorithm=grpo"]
+    colocated = plan(*layout, "placement={actor: 0-1}")
+    assert colocated.ok and colocated.memory[0].host["reference weights"] > 0, colocated
+    settings = "roles={reference: {parallel: {pp: 2}}}"
+    report = plan(*layout, "placement={actor: 0-1, reference: 1-2}", settings)
+    assert report.ok, report.errors
+    assert report.memory_label == "rank 0: rollout, actor, reward"
+    assert list(report.other_memory) == [
+        "rank 1: rollout, actor, reference, reward",
+        "rank 2: rollout, reference",
+        "rank 3: rollout",
+    ]
+    (actor,), ((both,), (reference,), (engine,)) = report.memory, report.other_memory.values()
+    weights = actor.states["actor weights"]
+    assert both.states == actor.states | {"reference weights": both.states["reference weights"]}
+    assert reference.states.keys() == {"reference weights"} and reference.layers == (2, 3) and not engine.states
+    assert both.states["reference weights"] + reference.states["reference weights"] == weights
+    assert all("reference weights" not in stage.host for stage in (actor, both, reference))
+    assert dict(report.facts["layout"])["reference's dense layers"] == "tp 1 x pp 2 x dp 1"
+    assert "placement has actor on 0-1 and reference on 1-2: where only some ranks" in report.warnings[0]
+    errors = plan(*layout, "placement={actor: 0-1, reference: 1-3}", settings).errors
+    assert errors[0].startswith("the reference: placement.reference=1-3 (3 ranks) is not a multiple of tp x pp")
+
+
 def test_lora_on_int4_experts_is_rejected() -> None:
     hf = load_hf_config(ROOT / "configs/models/kimi_k2_thinking.json") | {"num_hidden_layers": 2}
     attention = ["linear_q_down_proj", "linear_q_up_proj", "linear_kv_up_proj", "linear_proj"]
