@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer
-from training_run import ROOT, log_lines, make_folder, read_steps, train
+from training_run import ROOT, check_communication, log_lines, make_folder, read_steps, train
 
 from megarl.observe.rollout_log import read_rollouts
 
@@ -80,7 +80,7 @@ def roles(server: RewardServer, reference: str = "", **reward: int) -> str:
 def separate_run(folder: Path, server: RewardServer, host: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("runs") / "separate"
     settings = [*SETTINGS, *SEPARATE, f"reward.model={folder}/reward", roles(server, LAYOUTS, tp=1, pp=3, ep=1)]
-    train(folder, run_dir, *settings, host=host)
+    train(folder, run_dir, *settings, host=host, record=True)
     return run_dir
 
 
@@ -107,6 +107,12 @@ def test_separate_reference_equals_the_colocated_one(
     assert log_lines(
         separate_run, "placement has rollout on 2 and reference on 1-2; actor on 0-1 and reference on 1-2:"
     )
+
+
+def test_communication_is_valid_for_nccl(separate_run: Path) -> None:
+    """No deadlock among models on overlapping ranks."""
+    counts = check_communication(separate_run)
+    assert counts["send"] == counts["receive"] > 0
 
 
 @pytest.mark.nightly
