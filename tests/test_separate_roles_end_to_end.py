@@ -27,8 +27,8 @@ SETTINGS = [
     *("rollout.samples_per_prompt=2", "rollout.max_turns=1", "rollout.max_new_tokens=16", "kl.apply_to=loss"),
     *("kl.coef=0.1", "train.routing_replay=true", f"reward.weights={json.dumps(WEIGHTS)}"),
 ]
-SEPARATE = [  # the reference and the reward model each share some ranks with the actor
-    "placement={actor: 0-1, reference: [1, 2], reward: gpus 0-2, rollout: 2}",
+SEPARATE = [  # the actor shares some of its ranks with the reference, and some with the engines
+    "placement={actor: 0-1, reference: [1, 2], reward: gpus 0-2, rollout: reference}",
     *("parallel.world_size=3", "parallel.ranks_per_node=3"),
 ]
 ROLES = ("actor", "reference", "reward")
@@ -104,9 +104,7 @@ def test_separate_reference_equals_the_colocated_one(
         folders = (separate_run / f"checkpoints/step_{step:06d}").iterdir()
         assert sorted(path.name for path in folders if path.is_dir() and path.name in ROLES) == names
     assert log_lines(separate_run, "reference on ranks 1-2: tp=1 cp=1 pp=2 ep=1 etp=1, ")
-    assert log_lines(
-        separate_run, "placement has rollout on 2 and reference on 1-2; actor on 0-1 and reference on 1-2:"
-    )
+    assert log_lines(separate_run, "placement has rollout on 1-2 and actor on 0-1; actor on 0-1 and reference on 1-2:")
 
 
 def test_communication_is_valid_for_nccl(separate_run: Path) -> None:

@@ -137,7 +137,8 @@ def with_role(
             continue
         key = BUILTIN_ROLES[role][name == "parallel"] if role in BUILTIN_ROLES else f"roles.{role}.{name}"
         if not key:
-            raise ConfigError(f"register_worker({role!r}): the {role} has no separate {name}; remove it")
+            remedy = "its engines serve the actor's" if name == "model" else "set rollout.tp and rollout.ep"
+            raise ConfigError(f"register_worker({role!r}): the {role} has no separate {name}; {remedy}")
         new_value = value
         if key == "parallel":
             new_value = strict.build_dataclass(

@@ -54,7 +54,7 @@ def check_roles(config: Config, requirements: Requirements, registered: Mapping[
     for role in (*registered, *config.roles):
         if role not in requirements.roles and role not in WORKERS:
             where = f"register_worker({role!r})" if role in registered else f"roles.{role}"
-            hint = suggest_role(str(role), requirements.roles, "" if role in registered else "roles.")
+            hint = suggest_role(str(role), requirements.roles)
             raise ConfigError(
                 f"{where}: {requirements.name} has no such role{hint} (it has {', '.join(requirements.roles)})"
             )
