@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-
 STAGES, REPLICAS = {"tp": 1, "pp": 2, "ep": 1}, {"tp": 1, "pp": 1, "ep": 2}
 
 
