@@ -27,7 +27,7 @@ from megarl.observe.run_folder import describe_fresh_start
 from megarl.parallel import ranks, row_exchange
 from megarl.parallel.host_copy import StagingBuffer
 from megarl.parallel.placement import placement_of, role_parallel
-from megarl.workers.actor import ReferenceWorker
+from megarl.workers.actor import ReferenceWorker, SeparateReferenceWorker
 from megarl.workers.model_worker import TrainingWorker
 
 EXPORT_RETRY_S = 10.0
@@ -63,10 +63,10 @@ class Checkpointer:
         return {role: model for role, model in models.items() if model is not None}
 
     @property
-    def _reference(self) -> ReferenceWorker | None:
+    def _reference(self) -> ReferenceWorker | SeparateReferenceWorker | None:
         """The reference, whose weights are part of a checkpoint once they are no longer those of `model.path`."""
         worker = self.workers.get("reference")
-        return worker if isinstance(worker, ReferenceWorker) else None
+        return worker if isinstance(worker, ReferenceWorker | SeparateReferenceWorker) else None
 
     def check_copies(self) -> None:
         """Warn of machines that lack memory for the copies of asynchronous saves, once models are loaded."""
@@ -111,11 +111,11 @@ class Checkpointer:
                 staging = self._stagings.setdefault(role, StagingBuffer()) if in_background else None
                 models.append(StagedCheckpoint(model, folder / role, staging))
             reference = self._reference
-            if reference is not None and reference.version and reference.actor.model is not None:
+            if reference is not None and reference.version and reference.saved_model is not None:
                 # Copied even for a synchronous save: these weights are in the model only for a moment.
                 staging = self._stagings.setdefault("reference", StagingBuffer())
                 with reference.use_reference_weights():
-                    models.append(StagedCheckpoint(reference.actor.model, folder / "reference", staging, True))
+                    models.append(StagedCheckpoint(reference.saved_model, folder / "reference", staging, True))
             other_writes = [*(worker.save() for worker in self.workers.values()), self.controller.save()]
             drain = self.log.make_drain()
 

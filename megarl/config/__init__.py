@@ -153,14 +153,15 @@ class Config:
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the algorithm, documented in its controller's `Options`."""
     placement: dict[str, Any] = field(default_factory=dict)
-    """Ranks of each role: `{actor: 0-3, critic: 4-7, rollout: all, reward: cpu}`, also as `0,2,5-6`; cpu means separate
-    processes. A role that is left out shares the actor's ranks; actor and rollout default to all ranks. Two roles
-    either have the same ranks and take turns, or disjoint ranks and run concurrently. `parallel` is the layout of the
-    actor, and of all roles without one of their own."""
+    """Ranks of each role: `{actor: 0-3, critic: 4-7, rollout: all, reward: cpu}`, also as `0,2,5-6`, `[4, 5]`, `nodes
+    0-1`, or a role whose ranks it shares; cpu means separate processes. A role that is left out shares the actor's
+    ranks; actor and rollout default to all ranks. Roles on the same ranks take turns; on disjoint ranks they run
+    concurrently. `parallel` is the layout of the actor, and of all roles without one of their own."""
     roles: dict[str, Any] = field(default_factory=dict)
-    """Workers of the roles: `{teacher: {model: /models/big, parallel: {tp: 2}}, reward: {backend: http, options: {url:
-    http://judge:8000/score}}, mine: {worker: lab.roles:Mine}}`, with the parameters of `flow.register_worker`. Models
-    and layouts of the built-in roles are in their sections. `workers/README.md` lists the backends."""
+    """Workers of the roles: `{teacher: {model: /models/big, parallel: {tp: 2}}, reference: {parallel: {pp: 2}}, reward:
+    {backend: http, options: {url: http://judge:8000/score}}, mine: {worker: lab.roles:Mine}}`, with the parameters of
+    `flow.register_worker`. Models and layouts of actor, critic and reward are in their sections. `workers/README.md`
+    lists the backends."""
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

@@ -115,6 +115,17 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
+    synonyms = {
+        "tensor_model_parallel_size": "tp",
+        "tensor_parallel_size": "tp",
+        "pipeline_model_parallel_size": "pp",
+        "pipeline_parallel_size": "pp",
+        "virtual_pipeline_model_parallel_size": "vpp",
+        "context_parallel_size": "cp",
+        "expert_model_parallel_size": "ep",
+        "expert_parallel_size": "ep",
+        "expert_tensor_parallel_size": "etp",
+    }
     world_size: Ranks = 1
     """Ranks of the whole job. `torchrun` must start this many; without it they are started for you on one machine."""
     ranks_per_node: Ranks = 8

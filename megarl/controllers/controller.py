@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from megarl.observe.clock import Clock
     from megarl.observe.run_log import RunLog
     from megarl.parallel.ranks import Job
-    from megarl.workers.actor import ActorWorker, ReferenceWorker
+    from megarl.workers.actor import ActorWorker, ReferenceWorker, SeparateReferenceWorker
     from megarl.workers.context import Worker
     from megarl.workers.critic import CriticWorker, RewardModelWorker
     from megarl.workers.reward import RewardWorker
@@ -45,7 +45,7 @@ class Flow(Protocol):
     """The workers by role, in the order in which they started."""
     rollout: RolloutWorker
     actor: ActorWorker
-    reference: ReferenceWorker
+    reference: ReferenceWorker | SeparateReferenceWorker
     critic: CriticWorker
     reward: RewardWorker
     reward_model: RewardModelWorker

@@ -278,8 +278,8 @@ def validate(
         passes(checks.check_disk_space, hf, critic_hf, config, declared, warnings)
     stages = served.stages(config, declared)
     plans = {
-        group_label: plan_memory(hf, config, declared, critic_hf, stages, role)
-        for group_label, role in _group_ranks(config, declared.roles, stages).items()
+        group_label: plan_memory(hf, config, declared, critic_hf, stages, role, ranks)
+        for group_label, (role, ranks) in _group_ranks(config, declared.roles, stages).items()
     }
     (label, memory), *other_plans = plans.items()
     facts = _facts(hf, critic_hf, served, config, declared)
@@ -344,23 +344,21 @@ def _check_chats(
             attempt(data_checks.check_offered_by_files, config, declared, chat.catalog)
 
 
-def _group_ranks(config: Config, roles: Sequence[str], served: Iterable[str]) -> dict[str, str]:
-    """Return a label for each set of ranks with the same roles -> the role whose model's stages they have.
+def _group_ranks(config: Config, roles: Sequence[str], served: Iterable[str]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return a label for each set of ranks with the same models -> the role whose stages they are planned by, and the
+    ranks.
 
-    The actor's ranks come first; the role is `rollout` if there are only engines.
+    The actor's ranks come first; the role is `rollout` if there are only engines. Functions need no significant memory.
     """
     placement = placement_of(config)
     trained = [role for role in ("actor", "reward_model", "critic") if role in roles]
-    role_by_label: dict[str, str] = {}
-    assigned: set[int] = set()
-    for role in (*trained, *served, *(role for role in roles if role == "rollout")):
-        # Functions need no significant memory. Engines have what is left.
-        ranks = placement.ranks_of(role)
-        ranks = tuple(sorted(set(ranks) - assigned)) if role == "rollout" else ranks
-        if ranks and not assigned & set(ranks):
-            assigned |= set(ranks)
-            role_by_label[_describe_ranks(placement, roles, ranks)] = role
-    return role_by_label
+    models = (*trained, *served, *(role for role in roles if role == "rollout"))
+    ranks_by_models: dict[tuple[str, ...], list[int]] = {}
+    for rank in range(placement.world):
+        if local_models := tuple(role for role in models if rank in placement.ranks_of(role)):
+            ranks_by_models.setdefault(local_models, []).append(rank)
+    groups = sorted(ranks_by_models.items(), key=lambda group: models.index(group[0][0]))
+    return {_describe_ranks(placement, roles, ranks): (local_models[0], tuple(ranks)) for local_models, ranks in groups}
 
 
 def _describe_ranks(placement: Placement, roles: Sequence[str], ranks: Sequence[int]) -> str:

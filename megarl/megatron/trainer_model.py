@@ -31,7 +31,7 @@ from megarl.megatron.sparse_attention import collect_indexer_loss
 from megarl.models import int4
 from megarl.models.family import VALUE_HEAD
 from megarl.models.flops import quadratic_cost
-from megarl.models.layout_algebra import Param
+from megarl.models.layout_algebra import Param, shard
 from megarl.models.lora_tables import adapter_params
 from megarl.models.memory import critic_params
 from megarl.models.registry import family_of, num_trained_mtp
@@ -107,7 +107,7 @@ class MegatronModel:
     """A model on Megatron-Core with its optimizer and schedule. Weights are arbitrary until loaded.
 
     total_updates: optimizer steps of the whole run, for the learning-rate schedule.
-    trains: if False, the model has neither gradients nor an optimizer and is forward-only; its weights are loaded once.
+    trains: if False, the model has neither gradients nor an optimizer and is forward-only.
     """
 
     def __init__(
@@ -218,6 +218,28 @@ class MegatronModel:
             raise ConfigError(f"{bad_names[0]} has elements that are not finite; these weights cannot be trained")
         if self.optimizer is not None:
             self.optimizer.reload_model_params()  # the fp32 masters
+        self._round_int4_experts()
+
+    def load_tensors(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Replace every local parameter by its shard of full HF tensors, the (name, tensor) of `gather_hf`.
+
+        Those that this rank does not hold are skipped. Raises ValueError if a local parameter is missing.
+        """
+        local = self.local_params()
+        params = {item.name: param for param in self.params() if param.megatron in local for item in param.hf}
+        received: dict[str, dict[str, torch.Tensor]] = {}
+        missing = set(local)
+        for name, tensor in tensors:
+            if (param := params.get(name)) is None:
+                continue
+            full = received.setdefault(param.megatron, {})
+            full[name] = tensor
+            if len(full) == len(param.hf):
+                sizes = self.ranks.tp_size_and_rank(param.expert is not None)
+                local[param.megatron].copy_(shard(param, received.pop(param.megatron), *sizes))
+                missing.discard(param.megatron)
+        if missing:
+            raise ValueError(f"no tensors of {min(missing)} ({len(missing)} such)")
         self._round_int4_experts()
 
     @torch.no_grad()
