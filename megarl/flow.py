@@ -29,14 +29,14 @@ from megarl.data.loader import PromptLoader
 from megarl.dry_run.data_checks import check_offered, read_chat, should_check_offered
 from megarl.dry_run.model_folders import vocabulary_hash
 from megarl.dry_run.rollout_checks import check_enough_prompts
-from megarl.dry_run.validation import validate
+from megarl.dry_run.validation import check_step, validate
 from megarl.item_reader import ItemReader
 from megarl.launch import exit_status
 from megarl.launch.exit_status import REQUEUE_EXIT_CODE as REQUEUE_EXIT_CODE
 from megarl.models.flops import peak_flops
 from megarl.models.registry import load_hf_config
 from megarl.observe.clock import Clock
-from megarl.observe.control import Control
+from megarl.observe.control import Configurable, Control
 from megarl.observe.hang_watchdog import HangWatchdog
 from megarl.observe.metrics import ZeroSpreadWarning, batch_metrics, rollout_metrics
 from megarl.observe.mfu import GpuMonitor, compute_throughput, select_remote_clocks
@@ -238,7 +238,8 @@ class HybridFlow:
         return self.log.end_step(self.step, metrics, result.rollouts, result.batch, result.trained_rollouts)
 
     def check_config(self, config: Config) -> None:
-        return None
+        """Raise ConfigError for a configuration that the run cannot change to."""
+        check_step(self.hf_config, config, self.requirements)
 
     def set_config(self, config: Config) -> None:
         """Set the configuration of the next step."""
@@ -401,7 +402,7 @@ class HybridFlow:
             ranks.run_on_all(worker.start)
         for worker in self.workers.values():
             worker.wait_ready()
-        components = (self, self.controller, *self.workers.values())
+        components: list[Configurable] = [self, self.controller, *self.workers.values()]
         self.control = self.checkpointer.control = Control(self.log.run_dir, config, components, self.log.log)
         self.control.start(1)
         self.evaluator = Evaluator(self, self.eval_items)

@@ -87,7 +87,8 @@ PPO = ["critic.warmup_steps=1", "kl.target=0.015", "kl.horizon=64"]
 
 
 STAGES = (
-    "stages={2: {rollout: {max_context: 224, max_new_tokens: 48, temperature: 0.8}, critic: {optimizer: {lr: 5e-4}}}}"
+    "stages={2: {rollout: {max_context: 224, max_new_tokens: 48, temperature: 0.8}, critic: {optimizer: {lr: 5e-4}}, "
+    "train: {max_tokens_per_gpu: 512}}}"
 )
 
 
@@ -158,7 +159,7 @@ def test_stage_changes_sampling_and_limits(ppo_run: Path) -> None:
     assert longest == [40, 48, 48]
     (line,) = log_lines(ppo_run, "stage, from step")
     assert "stage, from step 2 on: rollout.max_context 192 -> 224, rollout.max_new_tokens 40 -> 48, " in line
-    assert "rollout.temperature 1.0 -> 0.8, critic.optimizer.lr 0.001 -> 0.0005" in line
+    assert "rollout.temperature 1.0 -> 0.8, critic.optimizer.lr 0.001 -> 0.0005, train.max_tokens_per_gpu 4096" in line
 
 
 def test_communication_is_valid_for_nccl(ppo_run: Path) -> None:
