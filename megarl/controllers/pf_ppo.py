@@ -87,7 +87,7 @@ class ReplayBuffer:
             return
         world, records, error = len(comm.all_gather_objects(None)), [], ""
         try:
-            records = read_records(folder / FOLDER, 0, comm.rank, world)
+            records = read_records(folder / FOLDER, 0, comm.rank, world, include_trainer_columns=True)
         except ConfigError as failure:
             error = str(failure)
         if errors := [text for text in comm.all_gather_objects(error) if text]:

@@ -11,13 +11,11 @@ from megarl.types.requirements import Requirements
 def check_asynchronous(config: Config, declared: Requirements, warnings: list[str]) -> None:
     """Check asynchronous generation: it needs engines on separate ranks and a compatible algorithm."""
     rollout = config.rollout
-    if not rollout.asynchronous or not declared.has_rollout:
+    if not rollout.asynchronous or not declared.has_engines(config):
         return
     key, placement = "rollout.asynchronous", placement_of(config)
     if not declared.trained_roles:
         raise ConfigError(f"{key} with algorithm={declared.name}: nothing trains concurrently; set the first to false")
-    if rollout.replay:
-        raise ConfigError(f"{key} with rollout.replay: recorded rollouts need no generation; set the first to false")
     if rollout.oversample > 1:
         raise ConfigError(
             f"{key} with {rollout.oversample=:g}: set only one of them; with the first, rollout.max_staleness sets how "
@@ -44,13 +42,8 @@ def check_asynchronous(config: Config, declared: Requirements, warnings: list[st
 def check_oversampling(config: Config, declared: Requirements, warnings: list[str]) -> None:
     """Check that `rollout.oversample` and `rollout.max_staleness` suit the algorithm."""
     rollout = config.rollout
-    if not declared.has_rollout or rollout.oversample == 1:
+    if not declared.has_engines(config) or rollout.oversample == 1:
         return
-    if rollout.replay:
-        raise ConfigError(
-            f"{rollout.oversample=:g} with rollout.replay: a step gets exactly its recorded rollouts; set the first to "
-            "1"
-        )
     if declared.has_fixed_prompts:
         raise ConfigError(
             f"{rollout.oversample=:g} with algorithm={declared.name}, which needs samples of exactly the step's "
@@ -81,7 +74,7 @@ def check_replayed_prefixes(config: Config, declared: Requirements) -> None:
     is_replaying = (
         (config.train.routing_replay or config.train.sparse_index_replay)
         and declared.trained_roles
-        and declared.has_rollout
+        and declared.has_engines(config)
     )
     if not is_replaying or not rollout.max_staleness:
         return
@@ -108,7 +101,7 @@ def check_enough_prompts(count: int, config: Config) -> None:
     """Check that there are enough prompts for none to be under way twice in a step."""
     data, rollout = config.data, config.rollout
     most = max_pending_groups(data.prompts_per_step, rollout.oversample)
-    if rollout.oversample > 1 and count < most:
+    if rollout.oversample > 1 and count < most and not rollout.replay:
         raise ConfigError(
             f"{rollout.oversample=:g} with {data.prompts_per_step=} has {most} prompts in flight, but data.train has "
             f"{count}; lower one of the first two"

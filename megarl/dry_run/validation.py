@@ -263,7 +263,13 @@ def validate(
         does_divide = does_divide and passes(engine_layout, config)
         does_divide = does_divide and (not declared.trained_roles or passes(plan_from_config, hf, config))
     elif declared.has_rollout:
-        passes(lambda: check_replay(config, hf, model_folders.vocabulary_hash(config.model.path), until))
+        vocab_hash = model_folders.vocabulary_hash(config.model.path)
+        passes(check_replay, config, hf, vocab_hash, until, declared.needs_greedy)
+        if config.data.eval and config.run.eval_every:
+            warnings.append(
+                "run.eval_every with rollout.replay: nothing is evaluated, because no engine answers the prompts of "
+                "data.eval; evaluate checkpoints with `python -m megarl.eval`"
+            )
     if not does_divide:
         return rejected
     passes(checks.check_routing, hf, config, declared)

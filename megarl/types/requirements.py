@@ -30,6 +30,7 @@ class Requirements:
     is_off_policy: bool = False
     has_fixed_prompts: bool = False
     has_dynamic_sampling: bool = False
+    needs_greedy: bool = False
     workers: Mapping[str, str] = field(default_factory=dict)
 
     @property

@@ -3,7 +3,7 @@
 from case import Case
 
 FOUR, EIGHT = "parallel.world_size=4", "parallel.world_size=8"
-ASYNCHRONOUS, REPLAYED, OVERSAMPLED = "rollout.asynchronous=true", "rollout.replay=FOLDER", "rollout.oversample=1.5"
+ASYNCHRONOUS, OVERSAMPLED = "rollout.asynchronous=true", "rollout.oversample=1.5"
 SPLIT = "{actor: 0-3, rollout: 4-7}"
 
 
@@ -85,9 +85,6 @@ CASES = [
         "{actor: 0-3, critic: 4-7, rollout: 4-7}",
         EIGHT,
         ASYNCHRONOUS,
-    ),
-    placement_case(
-        "asynchronous, replayed", ("rollout.replay", "set the first to false"), SPLIT, EIGHT, ASYNCHRONOUS, REPLAYED
     ),
     placement_case(
         "asynchronous, oversampled", ("oversample=1.5", "only one of them"), SPLIT, EIGHT, ASYNCHRONOUS, OVERSAMPLED
