@@ -225,7 +225,7 @@ def _check_step(run_dir: Path, step: int, config: Config, hf: HFConfig, vocab_ha
             if (length := int(row["turn_lengths"].sum())) > config.rollout.max_context:
                 raise ConfigError(
                     f"{location}: a rollout of {length} tokens, beyond rollout.max_context="
-                    f"{config.rollout.max_context}: it is of another configuration"
+                    f"{config.rollout.max_context}, for which memory is planned: raise it to that of the recorded run"
                 )
             if row["status"] != "aborted" and row["turn_is_action"].any() and not row["greedy"]:
                 check(row, location)

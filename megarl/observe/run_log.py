@@ -185,7 +185,7 @@ class RunLog:
         calls: Sequence[GenerateCall] = (),
         generation_metrics: Mapping[str, float] | None = None,
     ) -> dict[str, float]:
-        """Check the guards, record the step's rollouts in the background, and log its metrics.
+        """Check the guards, record the step's rollouts in the background, and log its metrics. Collective.
 
         Args:
             rollouts: the step's rollouts; each rank records its local ones.

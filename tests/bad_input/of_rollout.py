@@ -112,7 +112,6 @@ def row_case(name: str, prepare: Callable[[Path], None], expected: str = "not a 
 
 NOT_A_RECORDING = "is not a file of recorded rollouts"
 DAMAGED = f"{NOT_A_RECORDING}, or is damaged"
-OTHER = "it is of another configuration"
 
 CASES = [
     # Waits.
@@ -275,7 +274,12 @@ CASES = [
         (*REPLAY, "algorithm=remax"),
         recorded(),
     ),
-    Case("recorded with longer conversations", (OTHER, "rollout.max_context=192"), REPLAY, recorded(tokens=300)),
+    Case(
+        "recorded with longer conversations",
+        ("a rollout of 302 tokens, beyond rollout.max_context=192", "raise it"),
+        REPLAY,
+        recorded(tokens=300),
+    ),
     # Parts of a step.
     Case("a file is missing", (STEP_2, "8 of the 16 rollouts", "rollout 1 is missing"), REPLAY, corrupted(Path.unlink)),
     Case(
