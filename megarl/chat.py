@@ -316,11 +316,9 @@ class _ChatSession:
     def __init__(self, pool: EnvironmentPool, listener: Terminal) -> None:
         self._pool, self._listener = pool, listener
         self._session: EnvironmentSession | None = None
-        self._first_call = 0
         self.is_lost = False
 
     async def open_session(self, prompt: Prompt) -> _ChatSession:
-        self._first_call += _CALL_NUMBER_STRIDE
         self.messages = prompt.messages
         if self._session is None:
             self._session = await self._pool.open_session(prompt)
@@ -328,10 +326,10 @@ class _ChatSession:
         self.schemas = self._session.schemas
         return self
 
-    async def call(self, number: int, name: str, arguments: Any) -> ToolResult:
+    async def call(self, name: str, arguments: Any) -> ToolResult:
         assert self._session is not None
         try:
-            result = await self._session.call(self._first_call + number, name, arguments)
+            result = await self._session.call(name, arguments)
         except SessionLost:
             self.is_lost = True
             raise

@@ -4,33 +4,26 @@ from __future__ import annotations
 
 from megarl.config import Config, ConfigError
 from megarl.config.keys import max_pending_groups
-from megarl.parallel.placement import engine_ranks, placement_of
+from megarl.parallel.placement import engine_ranks, has_model, placement_of
 from megarl.types.requirements import Requirements
 
 
 def check_asynchronous(config: Config, declared: Requirements, warnings: list[str]) -> None:
-    """Check asynchronous generation: it needs engines on separate ranks and a compatible algorithm."""
+    """Check that asynchronous generation has something to overlap with, and keys that suit it."""
     rollout = config.rollout
     if not rollout.asynchronous or not declared.has_engines(config):
         return
     key, placement = "rollout.asynchronous", placement_of(config)
     if not declared.trained_roles:
         raise ConfigError(f"{key} with algorithm={declared.name}: nothing trains concurrently; set the first to false")
-    if rollout.oversample > 1:
-        raise ConfigError(
-            f"{key} with {rollout.oversample=:g}: set only one of them; with the first, rollout.max_staleness sets how "
-            "many steps ahead prompts are started"
-        )
-    if declared.has_dynamic_sampling:
-        raise ConfigError(
-            f"{key} with algorithm={declared.name}, which draws extra prompts on demand, while those of the next steps "
-            f"are already running: set the first to false"
-        )
+    engines = set(placement.ranks_of("rollout"))
     for role in declared.roles:
-        if role != "rollout" and (shared := set(placement.ranks_of(role)) & set(placement.ranks_of("rollout"))):
+        shared = engines & set(placement.ranks_of(role)) if role != "rollout" and has_model(config, role) else ()
+        if shared and rollout.on_weight_sync == "in_place":
             raise ConfigError(
-                f"{key} needs engines on ranks of their own, but rank {min(shared)} also runs the {role}: set "
-                f"placement.rollout to ranks without models"
+                f"rollout.on_weight_sync=in_place with engines on the ranks of the {role} (rank {min(shared)}): they "
+                "release their KV cache while it computes, so there is none to keep; set the first to retract, or "
+                "placement.rollout to ranks without models"
             )
     if rollout.max_staleness and not declared.is_off_policy:
         warnings.append(
@@ -44,11 +37,6 @@ def check_oversampling(config: Config, declared: Requirements, warnings: list[st
     rollout = config.rollout
     if not declared.has_engines(config) or rollout.oversample == 1:
         return
-    if declared.has_fixed_prompts:
-        raise ConfigError(
-            f"{rollout.oversample=:g} with algorithm={declared.name}, which needs samples of exactly the step's "
-            "prompts; set the first to 1"
-        )
     if rollout.max_staleness == 0:
         warnings.append(
             f"{rollout.oversample=:g} with rollout.max_staleness=0: partial rollouts are restarted in the next step, "

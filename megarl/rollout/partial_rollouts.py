@@ -1,4 +1,4 @@
-"""The state of a conversation, which can be halted and continued in a later step, and its file in a checkpoint."""
+"""The state of a conversation, and the file in a checkpoint of those that outlast a step."""
 
 from __future__ import annotations
 
@@ -64,10 +64,15 @@ class PartialRollout:
         """Start a conversation from a rendered prompt (with `token_ids`)."""
         return PartialRollout(prompt, seed, (Turn(prompt.token_ids, images=prompt.images),), prompt.messages)
 
-    def restart(self) -> PartialRollout:
-        """Close its session and start again from the original prompt."""
+    def close(self) -> PartialRollout:
+        """Close its session, if any, and return it without."""
         if self.session is not None:
             self.session.close()
+        return replace(self, session=None)
+
+    def restart(self) -> PartialRollout:
+        """Close its session and start again from the original prompt."""
+        self.close()
         return PartialRollout.begin(self.original_prompt or self.prompt, self.seed)
 
     @property
@@ -100,11 +105,9 @@ class PartialRollout:
         return (*earlier, more)
 
     @property
-    def oldest_version(self) -> int | None:
-        """Oldest weight version that sampled one of its tokens; None if there is none."""
-        return min(
-            (version for turn in self.turns if turn.is_action for version, _ in turn.version_spans), default=None
-        )
+    def oldest_version(self) -> float:
+        """Oldest weight version that sampled one of its tokens; infinity if there is none."""
+        return min(oldest_version(branch.turns) for branch in (*self.earlier_branches, self))
 
     def to_rollouts(self, group: int, sample: int) -> list[Rollout]:
         """Convert a finished conversation to rollouts, one per branch, which all have the status of the last."""
@@ -136,6 +139,12 @@ class PartialRollout:
 
 Group = tuple[PartialRollout, ...]
 """All conversations of one prompt, ordered by sample."""
+
+
+def oldest_version(turns: Sequence[Turn]) -> float:
+    """Return the oldest weight version that sampled a token of these turns; infinity if there is none."""
+    versions = (version for turn in turns if turn.is_action for version, _ in turn.version_spans)
+    return min(versions, default=float("inf"))
 
 
 def merge_turns(turn: Turn, more: Turn) -> Turn:

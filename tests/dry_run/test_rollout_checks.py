@@ -57,7 +57,8 @@ def test_no_oversampling_warning_with_off_policy_correction() -> None:
 
 def test_keys_of_engines_have_no_effect_on_a_replay() -> None:
     """Without a replay the last three checks refuse them."""
-    keys = {"oversample": 1.5, "asynchronous": True, "max_staleness": 2, "top_k": 20, "num_speculative_tokens": 2}
+    keys = {"oversample": 1.5, "asynchronous": True, "on_weight_sync": "in_place", "max_staleness": 2}
+    keys |= {"top_k": 20, "num_speculative_tokens": 2}
     tree = {"algorithm": "remax", "train": {"routing_replay": True}, "data": {"prompts_per_step": 4}}
     for replay in ("", "runs/other"):
         config, warnings = from_dict({**tree, "rollout": {**keys, "replay": replay}}), list[str]()
@@ -82,7 +83,7 @@ def test_too_few_prompts_for_oversampling_raise() -> None:
         check_enough_prompts(5, make_config(oversample=1.5))
 
 
-def test_asynchronous_rollouts_need_own_ranks_and_correction() -> None:
+def test_asynchronous_rollouts_need_correction_and_a_kv_cache_of_their_own() -> None:
     split = {"placement": {"actor": "0", "rollout": "1"}, "parallel": {"world_size": 2}}
     tree: dict[str, Any] = {"algorithm": "grpo", "rollout": {"asynchronous": True}, **split}
     config, warnings = from_dict(tree), list[str]()
@@ -93,12 +94,12 @@ def test_asynchronous_rollouts_need_own_ranks_and_correction() -> None:
     on_policy = replace(config, rollout=replace(config.rollout, max_staleness=0))
     check_asynchronous(on_policy, on_policy_requirements(on_policy), warnings)
     assert len(warnings) == 1
-    with pytest.raises(ConfigError, match="rank 0 also runs the actor"):
-        check_asynchronous(replace(config, placement={}), load_requirements(config), [])
-    for key, value, message in (("oversample", 1.5, "set only one of them"),):
-        invalid = replace(config, rollout=replace(config.rollout, **{key: value}))
-        with pytest.raises(ConfigError, match=message):
-            check_asynchronous(invalid, load_requirements(invalid), [])
+    colocated = replace(config, placement={})
+    check_asynchronous(colocated, load_requirements(config), [])
+    keeping = replace(colocated.rollout, on_weight_sync="in_place")
+    check_asynchronous(replace(config, rollout=keeping), load_requirements(config), [])
+    with pytest.raises(ConfigError, match=r"^rollout.on_weight_sync=in_place with engines on the ranks of the actor"):
+        check_asynchronous(replace(colocated, rollout=keeping), load_requirements(config), [])
 
 
 TOOLS = {"tools": ["a:b"], "max_turns": 2}

@@ -132,12 +132,12 @@ class DeterministicPolicy:
     the calculator. Its routing record of a token is the token's position in the conversation.
 
     dies_after: number of tokens after which it raises `EngineLost`.
-    halts_after: number of tokens after which it sets `halt` and stops.
+    waits_after: number of tokens after which it sets `waits` and writes no more until it is stopped.
     """
 
-    def __init__(self, version: int = 0, pause: float = 0.0005, dies_after: int = -1, halts_after: int = -1) -> None:
-        self.weight_version, self.pause, self.dies_after, self.halts_after = version, pause, dies_after, halts_after
-        self.halt = asyncio.Event()
+    def __init__(self, version: int = 0, pause: float = 0.0005, dies_after: int = -1, waits_after: int = -1) -> None:
+        self.weight_version, self.pause, self.dies_after, self.waits_after = version, pause, dies_after, waits_after
+        self.waits = asyncio.Event()
         self.num_written = self.stops = 0
         self.num_running = self.max_running = 0
 
@@ -154,9 +154,10 @@ class DeterministicPolicy:
                 raise EngineLost("died", "the engine is gone")
             tokens.append(next_token([*token_ids, *tokens]))
             self.num_written += 1
-            if self.num_written == self.halts_after:
-                self.halt.set()
-                self.stops += 1
+            if self.num_written == self.waits_after:
+                self.waits.set()
+                while self.stops == stops:
+                    await asyncio.sleep(0.001)
             if tokens[-1] == END:
                 finish = "stop"
                 break

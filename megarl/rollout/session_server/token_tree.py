@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from megarl.engine.engine_protocol import Generation
-from megarl.rollout.partial_rollouts import PartialRollout, num_recorded
+from megarl.rollout.partial_rollouts import PartialRollout, num_recorded, oldest_version
 from megarl.rollout.session_server.requests import Digest, extend_digest
 from megarl.rollout.session_server.responses import Choice
 from megarl.types import Ids, Message, Prompt, SamplingMask, Status, Turn
@@ -100,6 +100,12 @@ class TokenTree:
         self.num_forks = 0
         self._answers: dict[Digest, list[Node]] = {}
         self._contexts: dict[tuple[Node | None, Digest], Node] = {}
+
+    @property
+    def oldest_version(self) -> float:
+        """Oldest version of the weights that sampled a token; infinity if there is none."""
+        answers = (node.generation for nodes in self._answers.values() for node in nodes)
+        return oldest_version([generation.to_turn() for generation in answers if generation is not None])
 
     def find_answer(self, histories: Sequence[Digest], messages: Sequence[Message]) -> tuple[Node | None, int]:
         """Find the answer that matches the longest prefix of the messages.

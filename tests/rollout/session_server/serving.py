@@ -16,7 +16,7 @@ from scripted import CHAT, CONFIG, END, PROMPT, ids, parse
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import RolloutConfig
 from megarl.engine.engine_protocol import Generation, Policy
-from megarl.rollout.conversation import build_sampling_params
+from megarl.rollout.conversation import Deadline, build_sampling_params
 from megarl.rollout.session_server import AgentSession, SessionServer
 from megarl.types import Ids, Prompt, as_token_ids
 
@@ -48,7 +48,7 @@ async def serve_session(
     config: RolloutConfig = CONFIG,
     prompt: Prompt = PROMPT,
     chat: ChatTemplate = CHAT,
-    deadline: float | None = None,
+    deadline: Deadline | None = None,
     params: dict[str, Any] = PARAMS,
     retries: int = 0,
 ) -> AsyncIterator[ServedSession]:
