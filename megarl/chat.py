@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, cast
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import Config, ConfigError
 from megarl.config.command_line import Parser, parse_path_text, run_cli
-from megarl.engine.engine_protocol import Generation, Policy, TokenCallback
+from megarl.engine.engine_protocol import NOT_RECORDED, Generation, Policy, RecordedPrefix, TokenCallback
 from megarl.engine.tool_calls import ParseFunction, check_parser, make_parser
 from megarl.environments.process_sessions import EnvironmentPool, EnvironmentSession
 from megarl.environments.protocol import SessionLost, ToolResult
@@ -277,13 +277,13 @@ class _StreamingPolicy:
         self,
         ids: Ids | Sequence[int],
         params: dict[str, Any],
-        routed: int = 0,
+        recorded: RecordedPrefix = NOT_RECORDED,
         on_tokens: TokenCallback | None = None,
         **images: Any,
     ) -> Generation:
         detokenizer = IncrementalDetokenizer(self._chat, self._listener.on_text)
         try:
-            return await self._policy.generate(ids, params, routed, detokenizer.add, **images)
+            return await self._policy.generate(ids, params, recorded, detokenizer.add, **images)
         finally:
             detokenizer.end()
             self._listener.on_turn_end()

@@ -25,7 +25,7 @@ import numpy as np
 from megarl.config import RolloutConfig
 from megarl.config.command_line import Parser, int_in_range, run_cli
 from megarl.config.keys import max_pending_groups
-from megarl.engine.engine_protocol import Generation
+from megarl.engine.engine_protocol import NOT_RECORDED, Generation, RecordedPrefix
 from megarl.engine.tool_calls import ParsedResponse, ToolCall
 from megarl.environments.catalog import EnvironmentCatalog
 from megarl.environments.process_sessions import EnvironmentPool
@@ -49,7 +49,12 @@ class MockEngine:
         self.options, self.stops, self.busy, self.version = options, asyncio.Event(), 0.0, 0
 
     async def generate(
-        self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: Any = None, **_: Any
+        self,
+        ids: Ids | Sequence[int],
+        params: dict[str, Any],
+        recorded: RecordedPrefix = NOT_RECORDED,
+        on_tokens: Any = None,
+        **_: Any,
     ) -> Generation:
         options, prompt_ids = self.options, np.asarray(ids)
         turn = int((prompt_ids == 0).sum())

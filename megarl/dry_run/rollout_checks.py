@@ -50,41 +50,6 @@ def check_oversampling(config: Config, declared: Requirements, warnings: list[st
         )
 
 
-def check_replayed_prefixes(config: Config, declared: Requirements) -> None:
-    """Check that replayed routing only meets conversations that one version of the weights reads.
-
-    An engine that continues a conversation with newer weights prefills its beginning again, and the new weights choose
-    other experts than the recorded ones, which come from the request that ran it first. The trainer would replay the
-    record, and score later tokens with other keys and values than the engine had.
-    """
-    rollout = config.rollout
-    replayed = "routing_replay" if config.train.routing_replay else "sparse_index_replay"
-    is_replaying = (
-        (config.train.routing_replay or config.train.sparse_index_replay)
-        and declared.trained_roles
-        and declared.has_engines(config)
-    )
-    if not is_replaying or not rollout.max_staleness:
-        return
-    has_several_turns = rollout.max_turns > 1 and (rollout.tools or rollout.environments)
-    if rollout.oversample > 1:
-        key, remedy = f"{rollout.oversample=:g}", "rollout.oversample to 1"
-    elif rollout.asynchronous and rollout.on_weight_sync == "retract":
-        key = "rollout.asynchronous and rollout.on_weight_sync=retract"
-        remedy = "rollout.on_weight_sync to wait or in_place" + (
-            ", rollout.max_turns to 1" if has_several_turns else ""
-        )
-    elif rollout.asynchronous and has_several_turns:
-        key, remedy = f"rollout.asynchronous and {rollout.max_turns=}", "rollout.max_turns to 1"
-    else:
-        return
-    raise ConfigError(
-        f"train.{replayed} with {key}: newer weights prefill a conversation's beginning again, through other "
-        f"{'experts' if config.train.routing_replay else 'keys'} than are replayed; set the first to false, {remedy}, "
-        "or rollout.max_staleness to 0"
-    )
-
-
 def check_enough_prompts(count: int, config: Config) -> None:
     """Check that there are enough prompts for none to be under way twice in a step."""
     data, rollout = config.data, config.rollout

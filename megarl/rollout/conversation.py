@@ -219,7 +219,7 @@ class Conversation:
         images = sequence_images(state.turns)
         options: dict[str, Any] = {"images": images} if images else {}
         params = {**self._params, "max_new_tokens": budget}
-        out = await self._policy.generate(context, params, state.num_routed, **options)
+        out = await self._policy.generate(context, params, state.recorded, **options)
         state = self.state = _add_tokens(state, out)
         last_token = int(out.token_ids[-1]) if len(out.token_ids) else None
         # complete even if it was aborted at that moment
@@ -316,15 +316,11 @@ def _add_tokens(state: PartialRollout, out: Generation) -> PartialRollout:
         new_turn = out.to_turn()
         turns = (*turns[:-1], merge_turns(turns[-1], new_turn)) if state.num_turn_tokens else (*turns, new_turn)
     return replace(
-        state,
+        state.extend_record(out),
         turns=turns,
         num_turn_tokens=state.num_turn_tokens + len(out.token_ids),
         drafted=state.drafted + out.drafted,
         accepted=state.accepted + out.accepted,
-        routing=state.routing if out.routing is None else (*state.routing, out.routing),
-        sparse_indices=(
-            state.sparse_indices if out.sparse_indices is None else (*state.sparse_indices, out.sparse_indices)
-        ),
         sampling_masks=state.extend_masks(out.sampling_mask, len(out.token_ids)),
     )
 

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from megarl.config import OnWeightSync
-from megarl.engine.engine_protocol import Generation, Policy, TokenCallback
-from megarl.rollout.partial_rollouts import merge_turns, num_recorded
+from megarl.engine.engine_protocol import NOT_RECORDED, Generation, Policy, RecordedPrefix, TokenCallback
+from megarl.rollout.partial_rollouts import merge_turns
 from megarl.types import Ids, Image, SamplingMask, as_token_ids
 
 _RETRY_S = 0.1
@@ -131,7 +131,7 @@ class RequestSlot:
         self,
         ids: Ids | Sequence[int],
         params: dict[str, Any],
-        routed: int = 0,
+        recorded: RecordedPrefix = NOT_RECORDED,
         on_tokens: TokenCallback | None = None,
         *,
         images: Sequence[Image] = (),
@@ -141,7 +141,7 @@ class RequestSlot:
         try:
             async with self._gate.free_slots:
                 options: dict[str, Any] = {"images": images} if images else {}
-                generation = await self._request(ids, params, routed, on_tokens, options)
+                generation = await self._request(ids, params, recorded, on_tokens, options)
                 while generation.finish_reason == "abort" and not self._gate.open.is_set():
                     new_ids, budget = generation.token_ids, params["max_new_tokens"] - len(generation.token_ids)
                     if len(new_ids) and int(new_ids[-1]) in params.get("stop_token_ids", ()):
@@ -149,11 +149,11 @@ class RequestSlot:
                         return replace(generation, finish_reason="stop", abort_reason="")
                     if not budget:
                         return replace(generation, finish_reason="length", abort_reason="")
-                    num_routed = num_recorded(routed, generation.routing, generation.sparse_indices)
+                    prefix = generation.extend_prefix(recorded)
                     context = np.concatenate([as_token_ids(ids), new_ids])
                     remaining = {**params, "max_new_tokens": budget}
                     self._requests[request] = generation if len(new_ids) else None
-                    more = await self._request(context, remaining, num_routed, on_tokens, options)
+                    more = await self._request(context, remaining, prefix, on_tokens, options)
                     generation = merge_generations(generation, more)
                 return generation
         finally:
@@ -164,7 +164,7 @@ class RequestSlot:
         self,
         ids: Ids | Sequence[int],
         params: dict[str, Any],
-        num_routed: int,
+        recorded: RecordedPrefix,
         on_tokens: TokenCallback | None,
         options: dict[str, Any],
     ) -> Generation:
@@ -172,7 +172,7 @@ class RequestSlot:
         await gate.open.wait()
         gate.count_requests(1)
         try:
-            return await gate.policy.generate(ids, params, num_routed, on_tokens, **options)
+            return await gate.policy.generate(ids, params, recorded, on_tokens, **options)
         finally:
             gate.count_requests(-1)
 
@@ -194,10 +194,16 @@ class RequestSlot:
 
 
 def merge_generations(first: Generation, second: Generation) -> Generation:
-    """Join an aborted generation with its continuation. A token's routing comes from the request that ran it first."""
+    """Join an aborted generation with its continuation, whose record replaces the first one's if it begins with it."""
+    if not second.has_record:
+        recorded = [first]
+    elif first.has_record and second.record_start > first.record_start:
+        recorded = [first, second]
+    else:
+        recorded = [second]
     turn = merge_turns(first.to_turn(), second.to_turn())
-    routings = [part for part in (first.routing, second.routing) if part is not None]
-    indices = [part for part in (first.sparse_indices, second.sparse_indices) if part is not None]
+    routings = [part for part in (part.routing for part in recorded) if part is not None]
+    indices = [part for part in (part.sparse_indices for part in recorded) if part is not None]
     masks = [part for part in (first.sampling_mask, second.sampling_mask) if part is not None]
     return replace(
         second,
@@ -207,6 +213,7 @@ def merge_generations(first: Generation, second: Generation) -> Generation:
         versions=turn.versions,
         routing=torch.cat(routings) if routings else None,
         sparse_indices=torch.cat(indices) if indices else None,
+        record_start=recorded[0].record_start,
         sampling_mask=SamplingMask.concat(masks) if masks else None,
         drafted=first.drafted + second.drafted,
         accepted=first.accepted + second.accepted,

@@ -18,7 +18,7 @@ import torch
 
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import RolloutConfig
-from megarl.engine.engine_protocol import EngineLost, Generation
+from megarl.engine.engine_protocol import NOT_RECORDED, EngineLost, Generation, RecordedPrefix
 from megarl.engine.tool_calls import ParsedResponse, ToolCall
 from megarl.environments.catalog import load_tools
 from megarl.environments.process_sessions import EnvironmentPool
@@ -50,7 +50,11 @@ class ScriptedPolicy:
         self.num_running = self.max_running = 0
 
     async def generate(
-        self, context: Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: Any = None
+        self,
+        context: Sequence[int],
+        params: dict[str, Any],
+        recorded: RecordedPrefix = NOT_RECORDED,
+        on_tokens: Any = None,
     ) -> Generation:
         self.requests.append((list(context), params))
         self.num_running += 1
@@ -91,7 +95,11 @@ class FailingPolicy(ScriptedPolicy):
     """Return lines in order, raise those that are exceptions, and hang at `None`."""
 
     async def generate(
-        self, context: Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: Any = None
+        self,
+        context: Sequence[int],
+        params: dict[str, Any],
+        recorded: RecordedPrefix = NOT_RECORDED,
+        on_tokens: Any = None,
     ) -> Generation:
         line: Any = self.lines[len(self.requests)]
         self.requests.append((list(context), params))
@@ -129,7 +137,8 @@ HEAD = list(ids("<|im_start|>assistant\n"))
 
 class DeterministicPolicy:
     """A policy whose next token is a hash of all tokens before it, written after a short pause. Some of its turns call
-    the calculator. Its routing record of a token is the token's position in the conversation.
+    the calculator. Its routing record of a token is the token's position in the conversation and the version of the
+    weights.
 
     dies_after: number of tokens after which it raises `EngineLost`.
     waits_after: number of tokens after which it sets `waits` and writes no more until it is stopped.
@@ -142,7 +151,11 @@ class DeterministicPolicy:
         self.num_running = self.max_running = 0
 
     async def generate(
-        self, context: Ids | Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: Any = None
+        self,
+        context: Ids | Sequence[int],
+        params: dict[str, Any],
+        recorded: RecordedPrefix = NOT_RECORDED,
+        on_tokens: Any = None,
     ) -> Generation:
         token_ids, stops, finish = list(map(int, context)), self.stops, "length"
         self.num_running += 1
@@ -167,10 +180,15 @@ class DeterministicPolicy:
         self.num_running -= 1
         full = [*token_ids, *tokens]
         logprobs = [-hash_tokens(full[: len(token_ids) + i + 1]) % 1000 / 1000 - 1 for i in range(len(tokens))]
-        routing = torch.arange(routed, len(full) - 1, dtype=torch.int16).view(-1, 1, 1)
+        start = recorded.next_start(self.weight_version)
+        positions = torch.arange(start, len(full) - 1, dtype=torch.int16)
+        routing = torch.stack([positions, torch.full_like(positions, self.weight_version)], dim=1)[:, None]
+        values = np.array(logprobs, np.float32)
         return Generation(
-            as_token_ids(tokens), np.array(logprobs, np.float32), finish, self.weight_version, routing=routing
-        )  # type: ignore[arg-type]
+            *(as_token_ids(tokens), values, finish, self.weight_version),  # type: ignore[arg-type]
+            routing=routing,
+            record_start=start,
+        )
 
     async def stop(self) -> None:
         self.stops += 1

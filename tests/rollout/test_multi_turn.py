@@ -33,7 +33,7 @@ from scripted import (
 
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import RolloutConfig
-from megarl.engine.engine_protocol import Generation, RequestFailed
+from megarl.engine.engine_protocol import NOT_RECORDED, Generation, RecordedPrefix, RequestFailed
 from megarl.engine.tool_calls import ParsedResponse, ToolCall
 from megarl.environments.catalog import load_tools
 from megarl.environments.process_sessions import EnvironmentPool
@@ -90,15 +90,22 @@ class RoutingPolicy(ScriptedPolicy):
     def __init__(self, *lines: str | Generation, unrecorded: Sequence[int] = ()) -> None:
         super().__init__(*lines)
         self.unrecorded = unrecorded
-        self.routed: list[int] = []
+        self.starts: list[int] = []
 
     async def generate(
-        self, context: Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: Any = None
+        self,
+        context: Sequence[int],
+        params: dict[str, Any],
+        recorded: RecordedPrefix = NOT_RECORDED,
+        on_tokens: Any = None,
     ) -> Generation:
-        self.routed.append(routed)
         out = await super().generate(context, params)
-        positions = torch.arange(routed, len(context) + len(out.token_ids) - 1, dtype=torch.int16)
-        return out if len(self.routed) in self.unrecorded else replace(out, routing=positions.view(-1, 1, 1))
+        start = recorded.next_start(out.weight_version)
+        self.starts.append(start)
+        positions = torch.arange(start, len(context) + len(out.token_ids) - 1, dtype=torch.int16)
+        if len(self.starts) in self.unrecorded:
+            return out
+        return replace(out, routing=positions.view(-1, 1, 1), record_start=start)
 
 
 @pytest.mark.parametrize(
@@ -112,9 +119,9 @@ def test_requests_routing_once_per_token_except_the_last(unrecorded: tuple[int, 
     # Each request starts its record with the last sampled token, which no earlier request has run.
     before = [0, *(len(context) - 1 for context in contexts_after_turns(rollout))]
     if not unrecorded:
-        assert policy.routed == before
+        assert policy.starts == before
     else:
-        assert policy.routed[unrecorded[0]] == policy.routed[unrecorded[0] - 1]
+        assert policy.starts[unrecorded[0]] == policy.starts[unrecorded[0] - 1]
 
 
 def test_keeps_sampling_masks_of_all_requests() -> None:
@@ -448,7 +455,11 @@ def test_resumed_conversation_equals_an_uninterrupted_one(limit: int) -> None:
             complete.num_turns,
         )
         routing, complete_routing = parts.to_rollout(0).routing, complete.to_rollout(0).routing
-        assert routing is not None and complete_routing is not None and torch.equal(routing, complete_routing)
+        assert routing is not None and complete_routing is not None
+        assert torch.equal(routing[..., 0], complete_routing[..., 0])
+        # All of the record is by the weights that sampled the last token.
+        newest = [turn.weight_version for turn in parts.turns if turn.is_action][-1]
+        assert routing[..., 1].unique().tolist() == [newest] and complete_routing[..., 1].unique().tolist() == [0]
         # A token's version is the number of stops before it.
         bounds = [0, *(stop.num_tokens for stop in stops), parts.num_tokens]
         versions = [version for turn in parts.turns for version in turn.token_versions]

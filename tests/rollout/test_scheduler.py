@@ -23,7 +23,7 @@ from scripted import (
     parse,
 )
 
-from megarl.engine.engine_protocol import EngineLost, Generation, RequestFailed
+from megarl.engine.engine_protocol import NOT_RECORDED, EngineLost, Generation, RecordedPrefix, RequestFailed
 from megarl.environments.protocol import ToolResult
 from megarl.rollout.aborted import TooManyAborted
 from megarl.rollout.conversation import RolloutContext, derive_seed, run_conversation
@@ -114,7 +114,11 @@ def test_too_many_aborts_end_generation_without_waiting() -> None:
 def test_unreachable_engine_raises_one_error() -> None:
     class UnreachablePolicy(ScriptedPolicy):
         async def generate(
-            self, context: Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: Any = None
+            self,
+            context: Sequence[int],
+            params: dict[str, Any],
+            recorded: RecordedPrefix = NOT_RECORDED,
+            on_tokens: Any = None,
         ) -> Generation:
             raise RuntimeError("the engine cannot be reached")
 
@@ -280,10 +284,14 @@ def test_engine_serves_another_conversation_while_a_tool_runs() -> None:
 
     class Policy(ScriptedPolicy):
         async def generate(
-            self, context: Ids | Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: Any = None
+            self,
+            context: Ids | Sequence[int],
+            params: dict[str, Any],
+            recorded: RecordedPrefix = NOT_RECORDED,
+            on_tokens: Any = None,
         ) -> Generation:
             assert self.num_running == 0
-            out = await super().generate(context, params, routed)
+            out = await super().generate(context, params, recorded)
             if len(self.requests) == 2:
                 other_ended.set()
             return out

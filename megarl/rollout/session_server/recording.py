@@ -14,7 +14,7 @@ import numpy as np
 
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import ConfigError
-from megarl.engine.engine_protocol import Generation, Policy, RequestFailed, TokenCallback
+from megarl.engine.engine_protocol import Generation, Policy, RecordedPrefix, RequestFailed, TokenCallback
 from megarl.rollout.conversation import TIMEOUT_REASON, Deadline, derive_seed
 from megarl.rollout.partial_rollouts import PartialRollout
 from megarl.rollout.session_server.rendering import ContextOverflow, MessageRenderer, RenderedMessages, get_last
@@ -275,7 +275,7 @@ class AgentSession:
             params["stop"] = list(request.stop_strings)
         callbacks = [streams[index].add_tokens if streams else None for index in range(request.num_choices)]
         tasks = [
-            asyncio.ensure_future(self._generate(ids, {**params, **seed}, node.num_routed, on_tokens))
+            asyncio.ensure_future(self._generate(ids, {**params, **seed}, node.recorded, on_tokens))
             for seed, on_tokens in zip(self._derive_seeds(ids, request.num_choices), callbacks, strict=True)
         ]
         try:
@@ -285,9 +285,9 @@ class AgentSession:
                 task.cancel()
 
     async def _generate(
-        self, ids: Ids, params: dict[str, Any], num_routed: int, on_tokens: TokenCallback | None
+        self, ids: Ids, params: dict[str, Any], recorded: RecordedPrefix, on_tokens: TokenCallback | None
     ) -> Generation:
-        generation = await self._policy.generate(ids, params, num_routed, on_tokens)
+        generation = await self._policy.generate(ids, params, recorded, on_tokens)
         is_complete = (
             len(generation.token_ids) == params["max_new_tokens"]
             or get_last(generation.token_ids) in self.renderer.chat.end_token_ids
