@@ -98,6 +98,3 @@ def test_asynchronous_rollouts_need_correction_and_a_kv_cache_of_their_own() -> 
     check_asynchronous(replace(config, rollout=keeping), load_requirements(config), [])
     with pytest.raises(ConfigError, match=r"^rollout.on_weight_sync=in_place with engines on the ranks of the actor"):
         check_asynchronous(replace(colocated, rollout=keeping), load_requirements(config), [])
-    replayed = replace(config, rollout=replace(config.rollout, replay="runs/x"))
-    with pytest.raises(ConfigError, match="need no generation"):
-        check_asynchronous(replayed, load_requirements(replayed), [])
