@@ -1,4 +1,4 @@
-"""Checks of oversampling, asynchronous rollouts and routing replay."""
+"""Checks of oversampling, asynchronous rollouts and replays."""
 
 from __future__ import annotations
 
