@@ -203,7 +203,7 @@ class HybridFlow:
 
     def _generate_calls(self) -> list[GenerateCall]:
         """Return what the current step has generated so far, with rewards if it has been scored."""
-        calls: Sequence[GenerateCall] = getattr(vars(self).get("rollout"), "calls", ())
+        calls: Sequence[GenerateCall] = getattr(vars(self).get("rollout"), "generations", ())
         pairs = getattr(vars(self).get("reward"), "scored", [])
         scored = {id(original): rewarded for original, rewarded in pairs}
         return [call._replace(rollouts=scored.get(id(call.rollouts), call.rollouts)) for call in calls]

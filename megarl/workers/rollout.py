@@ -46,7 +46,7 @@ class RolloutWorker(Worker):
         self.should_check_logprobs = not self.config.rollout.replay
         """True until engine and trainer log-probs have been compared after the last start or fully verified weight
         sync."""
-        self.calls: list[GenerateCall] = []
+        self.generations: list[GenerateCall] = []
         """What the current step has generated."""
         self._replayed_step: ReplayedStep | None = None
         self._prompts: dict[int, Prompt] = {}
@@ -97,7 +97,7 @@ class RolloutWorker(Worker):
             self._tool_monitor.begin_step()
         super().begin_step(step)
         self._next_group = 0
-        self.calls, self._replayed_step = [], None
+        self.generations, self._replayed_step = [], None
         self._prompts, self._idle_metrics = {}, {}
 
     def start(self) -> None:
@@ -161,7 +161,7 @@ class RolloutWorker(Worker):
                     rollouts = self._generate(prompts, samples, greedy, held_out)
             self._agent_metrics.update()
             self._tool_monitor.update(self.step)
-            self.calls.append(GenerateCall(rollouts, greedy))
+            self.generations.append(GenerateCall(rollouts, greedy))
             check_abort_limit(rollouts, config)
             return rollouts
 
@@ -180,7 +180,7 @@ class RolloutWorker(Worker):
         result = self.generate([prompts[group] for group in groups], samples, greedy)
         first = 0 if greedy else self._next_group - len(groups)
         result = result.with_groups({first + index: group for index, group in enumerate(groups)})
-        self.calls[-1] = GenerateCall(result, greedy)
+        self.generations[-1] = GenerateCall(result, greedy)
         return result
 
     def start_generation(
@@ -442,8 +442,10 @@ class RolloutWorker(Worker):
             self.version + self._replayed_step.version_offset(self.version),
         )
         if num_prompts and not len(rollouts):
-            raise ConfigError(f"{self._replayed_step.location} has no rollouts of generation {len(self.calls) + 1}")
-        self.calls.append(GenerateCall(rollouts, greedy))
+            raise ConfigError(
+                f"{self._replayed_step.location} has no rollouts of generation {len(self.generations) + 1}"
+            )
+        self.generations.append(GenerateCall(rollouts, greedy))
         return rollouts
 
 
