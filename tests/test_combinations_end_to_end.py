@@ -25,7 +25,13 @@ import combinations as pairwise  # noqa: E402
 RUNS = pairwise.build_runs()
 COMMON = [
     *("run.num_rollout=2", "run.num_update=1", "run.ppo_epochs=1", "run.save_every=0", "run.export=false"),
-    *("reward.functions=[sum_reward:even]", "rollout.max_new_tokens=24", "rollout.max_turns=2", "data.eval=[]"),
+    *(
+        "reward.functions=[sum_reward:even]",
+        "rollout.max_new_tokens=24",
+        "rollout.max_turns=2",
+        "rollout.max_context=400",
+        "data.eval=[]",
+    ),
     *("rollout.samples_per_prompt=2", "rollout.tool_call_parser=qwen25", "kl.apply_to=none", "critic.warmup_steps=0"),
 ]
 
@@ -58,12 +64,11 @@ def test_runs_cover_all_pairs_that_are_not_refused() -> None:
     assert len(RUNS) <= 40
 
 
-def test_dry_run_refuses_the_refused_pairs_alone(folder: Path) -> None:
+def test_dry_run_refuses_the_refused_pairs(folder: Path) -> None:
     default = {feature: next(iter(settings)) for feature, settings in pairwise.FEATURES.items()}
+    assert errors_of(folder, default) == []
     for pair in pairwise.REFUSED:
         assert len(errors_of(folder, default | dict(pair))) == 1, pair
-    for run in RUNS:
-        assert errors_of(folder, run) == [], run
 
 
 @pytest.mark.nightly
@@ -78,7 +83,8 @@ def test_trains_two_steps(folder: Path, host: str, tmp_path: Path, number: int) 
         assert all(math.isfinite(value) for value in row.values() if isinstance(value, float))
         assert row["rollout/aborted_frac"] == 0
         gaps = [row[name] for name in row if name.startswith("rollout/logprob_diff_p95") and "stale" not in name]
-        assert gaps and max(gaps) < 1e-4, (run, row)
+        assert max(gaps, default=0.0) < 1e-4, (run, row)
+        assert gaps or row["rollout/staleness_mean"] > 0, (run, row)  # with `wait` a whole step may be stale
     if is_replayed:
         settings += ["run.export=true"]
         assert_replays(lambda target, replay: train(folder, target, *settings, replay), tmp_path / "run", "data/epoch")

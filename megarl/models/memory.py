@@ -180,12 +180,13 @@ def plan_memory(
             states[f"{role} weights"] = fullest.weights
             training["activations"] = max(training["activations"], fullest.activations)
             training["logits"] = max(training["logits"], fullest.logits)
+        weights = states.get("actor weights", 0)
+        if weights and "reference" in requirements.roles and not config.lora.rank:
+            host["reference weights"] = weights
         if requirements.has_rollout and requirements.trained_roles:
-            weights, engine_weights = states.get("actor weights", 0), engine.get("engine weights", 0)
+            engine_weights = engine.get("engine weights", 0)
             if staged := sync_staging_bytes(rollout.weight_sync_bucket_mb << 20, weights, engine_weights):
                 weight_sync.update({"engine weights": engine_weights, "reshard staging": staged})
-            if weights and "reference" in requirements.roles and not config.lora.rank:
-                host["reference weights"] = weights
             if weights and config.guards.ppo_kl:
                 host["last good policy"] = weights + states["actor optimizer"]
             if config.train.offload and states:
