@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 import torch
 
@@ -21,20 +21,22 @@ from megarl.checkpointing import Checkpointer
 from megarl.config import Config, ConfigError, load_config
 from megarl.config.command_line import format_command
 from megarl.config.paths import expand_config_paths
+from megarl.config.stages import largest_config
+from megarl.config.strict import closest_match
 from megarl.controllers.controller import StepResult, load_requirements, make_controller
 from megarl.controllers.evaluation import Evaluator
 from megarl.data.loader import PromptLoader
 from megarl.dry_run.data_checks import check_offered, read_chat, should_check_offered
 from megarl.dry_run.model_folders import vocabulary_hash
 from megarl.dry_run.rollout_checks import check_enough_prompts
-from megarl.dry_run.validation import validate
+from megarl.dry_run.validation import check_step, validate
 from megarl.item_reader import ItemReader
 from megarl.launch import exit_status
 from megarl.launch.exit_status import REQUEUE_EXIT_CODE as REQUEUE_EXIT_CODE
 from megarl.models.flops import peak_flops
 from megarl.models.registry import load_hf_config
 from megarl.observe.clock import Clock
-from megarl.observe.control import Control
+from megarl.observe.control import Configurable, Control
 from megarl.observe.hang_watchdog import HangWatchdog
 from megarl.observe.metrics import ZeroSpreadWarning, batch_metrics, rollout_metrics
 from megarl.observe.mfu import GpuMonitor, compute_throughput, select_remote_clocks
@@ -42,15 +44,38 @@ from megarl.observe.profiler import StepProfiler
 from megarl.observe.run_log import RunLog
 from megarl.observe.step_record import GenerateCall
 from megarl.parallel import device, kv_store, ranks, row_exchange, wait_listeners
-from megarl.parallel.placement import placement_of, with_role
+from megarl.parallel.placement import has_separate_reference, placement_of, with_role
 from megarl.parallel.ranks import create_role_layouts
-from megarl.workers.actor import ActorWorker, ReferenceWorker
+from megarl.workers.actor import ActorWorker, ReferenceWorker, SeparateReferenceWorker
 from megarl.workers.context import Context, Worker
 from megarl.workers.critic import CriticWorker, RewardModelWorker
 from megarl.workers.model_worker import ModelWorker
 from megarl.workers.reward import RewardWorker
 from megarl.workers.rollout import RolloutWorker
 from megarl.workers.worker_registry import RegisteredWorker, load_workers
+
+_ARGUMENTS = {
+    "num_rollout": "num_rollouts rollouts num_steps steps max_steps total_steps iterations num_iterations",
+    "num_update": "num_updates updates updates_per_step",
+    "until": "until_step stop_at",
+    "model": "model_path path model_name_or_path hf_checkpoint checkpoint model_name",
+    "parallel={'tp': ..}": "tp tensor_parallel_size tensor_model_parallel_size",
+    "parallel={'pp': ..}": "pp pipeline_parallel_size pipeline_model_parallel_size",
+    "parallel={'ep': ..}": "ep expert_parallel_size expert_model_parallel_size",
+    "parallel={'cp': ..}": "cp context_parallel_size",
+    "backend": "engine strategy",
+    "worker": "cls worker_cls worker_class",
+    "flow.set_placement({role: '0-3'})": "ranks gpus num_gpus n_gpus devices resource_pool placement",
+}
+_ARGUMENTS_BY_OTHER_NAME = {name: argument for argument, names in _ARGUMENTS.items() for name in names.split()}
+
+
+def _reject_arguments(call: str, names: Iterable[str], known: Sequence[str] = ()) -> None:
+    """Raise ConfigError for the first of `names`, arguments that a call does not have, with the one that it has."""
+    for name in names:
+        match = _ARGUMENTS_BY_OTHER_NAME.get(name) or closest_match(name, known)
+        has = f" (it has {', '.join(known)})" if known else ""
+        raise ConfigError(f"{call} has no argument {name}{f'; did you mean {match}?' if match else ''}{has}")
 
 
 class RoleUnavailable(ConfigError, AttributeError):
@@ -69,12 +94,17 @@ class HybridFlow:
 
     rollout: RolloutWorker
     actor: ActorWorker
-    reference: ReferenceWorker
+    reference: ReferenceWorker | SeparateReferenceWorker
     critic: CriticWorker
     reward: RewardWorker
     reward_model: RewardModelWorker
 
     def __init__(self, config: Config | str | Path, overrides: Sequence[str] = ()) -> None:
+        if not isinstance(config, Config | str | Path):
+            raise ConfigError(
+                f"HybridFlow takes the path of a YAML file, or a Config, not a {type(config).__name__}: "
+                "megarl.config.from_dict builds a Config from a mapping"
+            )
         self.config = config if isinstance(config, Config) else load_config(config, overrides)
         self.registered: dict[str, RegisteredWorker] = {}
         self.watchdog: HangWatchdog | None = None
@@ -97,6 +127,9 @@ class HybridFlow:
         worker: called as `worker(context, **options)`, or its `module:name`; None for the built-in worker with this
         `backend`. model, parallel: HF folder and layout of the role's own model, as in the configuration.
         """
+        if worker is None:  # a fork's worker may have options of any name
+            call = f"register_worker({role!r}, ..)"
+            _reject_arguments(call, [name for name in options if name in _ARGUMENTS_BY_OTHER_NAME])
         self.config = with_role(self.config, role, model, parallel, backend)
         self.registered[role] = RegisteredWorker(worker, options)
 
@@ -114,17 +147,24 @@ class HybridFlow:
         roles = f"`roles()` of {declared.name} lists {', '.join(declared.roles)}"
         raise RoleUnavailable(f"flow.{name} is not available: {roles}; add it there")
 
-    def set_placement(self, placement: Mapping[str, str | int]) -> None:
-        """Place the roles on ranks, as the key `placement` does."""
-        self.config = dataclasses.replace(self.config, placement=dict(placement))
+    def set_placement(self, placement: Mapping[str, Any]) -> None:
+        """Place the roles on ranks, as the key `placement` does; ranks may also be a range or a set."""
+        ranks_by_role = {
+            role: sorted(ranks) if isinstance(ranks, range | set | frozenset) else ranks
+            for role, ranks in placement.items()
+        }
+        self.config = dataclasses.replace(self.config, placement=ranks_by_role)
 
-    def run(self, num_rollout: int | None = None, num_update: int | None = None, until: int = 0) -> dict[str, float]:
+    def run(
+        self, num_rollout: int | None = None, num_update: int | None = None, until: int = 0, **unknown: Never
+    ) -> dict[str, float]:
         """Train for `num_rollout` steps of `num_update` optimizer steps each. Return the last step's metrics.
 
         Both default to the configuration. until: stop after this step, without changing schedules; 0 runs to the end.
         Call once per process. Raises ConfigError for a user's mistake, `GracefulExit` after a requested stop that has
         saved a checkpoint, and `SignalExit` if a signal ends the run; `exit_status.classify_error` tells them apart.
         """
+        _reject_arguments("flow.run", unknown, ("num_rollout", "num_update", "until"))
         warnings = self._prepare(num_rollout, num_update, until)
         with self._running(warnings) as checkpointer:
             run, evaluator = self.config.run, self.evaluator
@@ -162,6 +202,9 @@ class HybridFlow:
         self.profile.begin(step)
         self.begin_step()
         self.control.apply(step, ranks.broadcast_object(self.control.read() if self.log.is_writer else None))
+        every = self.config.kl.refresh_reference_every
+        if every and step > 1 and (step - 1) % every == 0 and "reference" in self.requirements.roles:
+            self.reference.refresh(self.actor)
 
     def _finish_step(self, result: StepResult) -> dict[str, float]:
         metrics = dict(result.metrics)
@@ -195,6 +238,14 @@ class HybridFlow:
         metrics["perf/peak_memory_gib"] = device.peak_memory_bytes() / 2**30
         recorded = result.rollouts, result.batch, result.trained_rollouts, self._generate_calls()
         return self.log.end_step(self.step, metrics, *recorded, worker_metrics.get("rollout"))
+
+    def check_config(self, config: Config) -> None:
+        """Raise ConfigError for a configuration that the run cannot change to."""
+        check_step(self.hf_config, config, self.requirements)
+
+    def set_config(self, config: Config) -> None:
+        """Set the configuration of the next step."""
+        self.config = config
 
     def begin_step(self) -> None:
         """Tell the workers the current step, which seeds what they sample."""
@@ -331,7 +382,7 @@ class HybridFlow:
         for note in self.data.notes:
             self.log.log(note)
         context = Context(
-            config=config,
+            config=largest_config(config),
             job=self.job,
             layouts=self.layouts,
             hf_config=self.hf_config,
@@ -344,14 +395,17 @@ class HybridFlow:
             alarm=self.log.alarm,
         )
         for role, factory in self.worker_factories.items():
-            arguments = {"actor": self.actor} if role == "reference" else {}
+            shares_model = role == "reference" and not has_separate_reference(config)
+            arguments = {"actor": self.actor} if shares_model else {}
             worker = factory(dataclasses.replace(context, role=role), **arguments)
             setattr(self, role, worker)
             self.workers[role] = worker
             ranks.run_on_all(worker.start)
         for worker in self.workers.values():
             worker.wait_ready()
-        self.control = self.checkpointer.control = Control(self.log.run_dir, list(self.workers.values()), self.log.log)
+        components: list[Configurable] = [self, self.controller, *self.workers.values()]
+        self.control = self.checkpointer.control = Control(self.log.run_dir, config, components, self.log.log)
+        self.control.start(1)
         self.evaluator = Evaluator(self, self.eval_items)
         for line in sum(ranks.all_gather_objects(self._describe_models()), []):
             self.log.log(line)
@@ -371,15 +425,16 @@ class HybridFlow:
             self.rollout.update_weights(self.actor)
 
     def _describe_models(self) -> list[str]:
-        """Return a line for each trained model whose first rank this is."""
-        assert self.checkpointer is not None
+        """Return a line for each model whose first rank this is."""
         lines, placement = [], placement_of(self.config)
-        for role, model in self.checkpointer.trained_models().items():
-            if model.ranks.role_rank == 0:
+        for role, worker in self.workers.items():
+            model = worker.model if isinstance(worker, ModelWorker) else None
+            if model is not None and model.ranks.role_rank == 0:
                 layout = " ".join(f"{name}={getattr(model.ranks, name)}" for name in ("tp", "cp", "pp", "ep", "etp"))
                 where = "" if placement.is_colocated else f" on ranks {placement.format_ranks(role)}"
                 adapters = sum(map(torch.numel, model.local_adapters().values()))
                 count = sum(map(torch.numel, model.local_params().values())) + adapters
                 trained = f", of which LoRA trains {adapters:,} ({adapters / count:.2%})" if adapters else ""
+                trained = trained if role in self.requirements.trained_roles else ", not trained"
                 lines.append(f"{role}{where}: {layout}, {count:,} parameters on rank {self.job.rank}{trained}")
         return lines

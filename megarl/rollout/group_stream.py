@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megarl.config import OnWeightSync
+from megarl.config import OnWeightSync, RolloutConfig
 from megarl.engine.engine_protocol import EngineLost, Policy
 from megarl.rollout.conversation import Deadline, RolloutContext
 from megarl.rollout.group_queue import GroupQueue
@@ -116,6 +116,10 @@ class GroupStream:
         for number, group in (partial_groups or {}).items():
             restarted = self._restart_stale(group)
             self._pending_groups[number] = ReturnedGroup(number, restarted or group)
+
+    def set_config(self, config: RolloutConfig) -> None:
+        """Use these settings for groups that start from now on. May be called in any thread."""
+        self._context = replace(self._context, config=config)
 
     async def admit(self, prompts: Sequence[AdmittedPrompt]) -> None:
         """Allow further groups to start."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from megarl.checkpoint.manifest import Write, write_nothing
-from megarl.config import ConfigError, OnWeightSync
+from megarl.config import Config, ConfigError, OnWeightSync
 from megarl.engine.engine_protocol import EngineLost
 from megarl.engine.sglang_engine import Engine
 from megarl.engine.tool_calls import check_parser
@@ -99,6 +99,11 @@ class RolloutWorker(Worker):
         self._next_group = 0
         self.generations, self._replayed_step = [], None
         self._prompts, self._idle_metrics = {}, {}
+
+    def set_config(self, config: Config) -> None:
+        super().set_config(config)
+        if self._runner is not None:
+            self._runner.set_config(config.rollout)
 
     def start(self) -> None:
         self.engines.start()

@@ -105,7 +105,12 @@ CASES = [
     teacher_case(
         "another tokenizer", "has another tokenizer than model.path", "the teacher reads", prepare=swapped_tokens
     ),
-    teacher_case("a smaller vocabulary", "has a vocabulary of 512", "at least its vocabulary", prepare=smaller_vocab),
+    teacher_case(
+        "a smaller vocabulary",
+        "has a vocabulary of 512",
+        "must have its tokenizer and vocabulary",
+        prepare=smaller_vocab,
+    ),
     teacher_case(
         "with a reference", "kl.apply_to=loss with algorithm=distill", "none", overrides=("kl.apply_to=loss",)
     ),
