@@ -157,7 +157,12 @@ def _read_generation(run_dir: Path, step: int) -> StepGeneration | None:
 
 
 def check_replay(
-    config: Config, hf: HFConfig, vocab_hash: str = "", max_step: int = 0, needs_greedy: bool = False
+    config: Config,
+    hf: HFConfig,
+    vocab_hash: str = "",
+    max_step: int = 0,
+    needs_greedy: bool = False,
+    stage: range | None = None,
 ) -> None:
     """Check that the recording has the rollouts of all steps to take and fits the configuration.
 
@@ -168,6 +173,7 @@ def check_replay(
         vocab_hash: hash of the tokenizer's vocabulary, as recorded by the rollout log; empty if unknown.
         max_step: last step to check; 0 for all.
         needs_greedy: whether the algorithm generates greedy answers in each step.
+        stage: the only steps to check; None for all.
 
     Raises:
         ConfigError: if the recording does not fit.
@@ -182,7 +188,8 @@ def check_replay(
     if config.run.resumes:  # steps up to the checkpoint are not repeated
         saved = (path.name.removeprefix("step_") for path in Path(config.run.dir, "checkpoints").glob("step_*"))
         first_step += max((int(number) for number in saved if number.isdecimal()), default=0)
-    for step in map(source.recorded_step, range(first_step, last_step + 1)):
+    steps = [step for step in range(first_step, last_step + 1) if stage is None or step in stage]
+    for step in map(source.recorded_step, steps):
         if not step_folder(folder, step).is_dir():
             available = recorded_steps(folder)
             available_text = f"it has steps {available[0]} to {available[-1]}" if available else "it has none"

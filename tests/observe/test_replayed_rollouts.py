@@ -145,6 +145,18 @@ def test_any_number_of_prompts_and_samples_is_replayed(tmp_path: Path) -> None:
     check_replay(config(tmp_path), HF)
 
 
+def test_steps_of_another_stage_are_not_checked(tmp_path: Path) -> None:
+    """The second step is longer than the first one's stage allows."""
+    write_rollouts(tmp_path, [make_rollout()])
+    write_rollouts(tmp_path, [Rollout(Prompt("p", ()), (Turn((1,) * 65),))], step=2)
+    staged = config(tmp_path, run={"num_rollout": 2})
+    for stage in (range(1, 2), range(0)):
+        check_replay(staged, HF, stage=stage)
+    for wrong in (None, range(2, 3)):
+        with pytest.raises(ConfigError, match="row 0: a rollout of 65 tokens, beyond rollout.max_context=64"):
+            check_replay(staged, HF, stage=wrong)
+
+
 # --- a step, call by call -------------------------------------------------------------------------------------
 
 
