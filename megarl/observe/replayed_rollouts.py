@@ -148,7 +148,10 @@ def _read_generation(run_dir: Path, step: int) -> StepGeneration | None:
     parts = list_parts(run_dir, step)
     if not parts:
         raise ConfigError(f"{run_dir} has no rollouts of step {step}: no file rank_*.parquet")
-    part = Part.open(parts[0])
+    return _parse_generation(Part.open(parts[0]))
+
+
+def _parse_generation(part: Part) -> StepGeneration | None:
     try:
         generation = StepGeneration.from_json(part.read_metadata("generation"))
     except (ValueError, LookupError, TypeError) as error:
@@ -216,6 +219,7 @@ def _check_step(run_dir: Path, step: int, config: Config, hf: HFConfig, vocab_ha
                 f"model.path to a model with the same tokenizer"
             )
         _check_range(part, int(hf["vocab_size"]))
+        _parse_generation(part)
         if check.vision_family and "images" not in part.names:
             raise ConfigError(
                 f"{part.path} was recorded by a version that did not record images, which {check.vision_family} reads: "
