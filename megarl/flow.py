@@ -41,7 +41,8 @@ from megarl.observe.mfu import GpuMonitor, compute_throughput, select_remote_clo
 from megarl.observe.profiler import StepProfiler
 from megarl.observe.run_log import RunLog
 from megarl.parallel import device, kv_store, ranks, row_exchange, wait_listeners
-from megarl.parallel.placement import placement_of, with_role
+from megarl.parallel.placement import is_engine_role, placement_of, with_role
+from megarl.parallel.policies import engine_config, takes_turns
 from megarl.parallel.ranks import create_role_layouts
 from megarl.types import Rollouts
 from megarl.workers.actor import ActorWorker, ReferenceWorker
@@ -344,7 +345,7 @@ class HybridFlow:
         )
         for role, factory in self.worker_factories.items():
             arguments = {"actor": self.actor} if role == "reference" else {}
-            worker = factory(dataclasses.replace(context, role=role), **arguments)
+            worker = factory(self._role_context(context, role), **arguments)
             setattr(self, role, worker)
             self.workers[role] = worker
             ranks.run_on_all(worker.start)
@@ -362,6 +363,18 @@ class HybridFlow:
             changes = self.checkpointer.store.describe_changes(checkpoint) if self.log.is_writer else ""
             self.log.log(f"resumed from {checkpoint} after step {self.step}{changes}")
         self.clock.lap()
+
+    def _role_context(self, context: Context, role: str) -> Context:
+        """Return the context of a role's worker."""
+        context = dataclasses.replace(context, role=role)
+        if not is_engine_role(self.config, role):
+            return context
+        context = dataclasses.replace(context, takes_turns=takes_turns(self.config, self.requirements.roles, role))
+        if role == "rollout":
+            return context
+        config = engine_config(self.config, role)
+        # A frozen model: no updates, and no weight sync.
+        return dataclasses.replace(context, config=config, hf_config=load_hf_config(config.model.path), num_updates={})
 
     def sync_weights(self) -> None:
         """Sync restored weights to the engines, if there are any; no update precedes this."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from megarl.checkpoint.manifest import Write, write_nothing
 from megarl.config import Config, ConfigError, plugins, strict
 from megarl.config.recipes import find_recipe
+from megarl.parallel.placement import is_engine_role
+from megarl.parallel.policies import JUDGE
 from megarl.types import Comm, Rollouts, TrainBatch
 from megarl.types.requirements import ITEM_KINDS, ItemKind, Requirements
 
@@ -222,6 +224,8 @@ def load_requirements(config: Config) -> Requirements:
         raise ConfigError(f"{key}.roles(config) raised {plugins.format_error(error)}") from error
     if not requirements.roles or not all(isinstance(role, str) and role.isidentifier() for role in requirements.roles):
         raise ConfigError(f"{key}.roles(config) gives {requirements.roles!r}, not a tuple of names of roles")
+    if "reward" in requirements.roles and JUDGE not in requirements.roles and is_engine_role(config, JUDGE):
+        requirements = replace(requirements, roles=(JUDGE, *requirements.roles))  # first, so that the others find it
     if duplicates := {role for role in requirements.roles if requirements.roles.count(role) > 1}:
         raise ConfigError(f"{key}.roles(config) lists {min(duplicates)} twice; name it once")
     if missing := [role for role in requirements.trained_roles if role not in requirements.roles]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,15 @@ from megarl.models.family import VALUE_HEAD, HFConfig, is_classifier
 from megarl.models.hf_folder import open_hf
 from megarl.models.memory import InferenceStage, classifier_stages, inference_stages
 from megarl.models.registry import family_of, load_hf_config, param_count
-from megarl.parallel.placement import BUILTIN_ROLES, is_on_megatron, role_backends, role_config, role_settings
+from megarl.parallel.placement import (
+    BUILTIN_ROLES,
+    is_engine_role,
+    is_on_megatron,
+    role_backends,
+    role_config,
+    role_settings,
+)
+from megarl.parallel.policies import engine_config, list_engine_roles
 from megarl.rewards.reward_settings import options_without
 from megarl.rewards.sequence_classifier import ClassifierOptions, get_context_length, resolve_label
 from megarl.types.requirements import Requirements
@@ -189,13 +197,17 @@ class ServedModels:
     """config.json of models that Megatron computes, by role."""
     classifier: tuple[HFConfig, int, str] | None
     """The reward model that transformers computes: config.json, number of elements, dtype."""
+    engine_configs: Mapping[str, HFConfig] = field(default_factory=dict)
+    """config.json of frozen models on engines of their own, by role."""
 
     @property
     def roles(self) -> tuple[str, ...]:
-        return (*self.megatron_configs, *(("reward",) if self.classifier else ()))
+        return (*self.megatron_configs, *(("reward",) if self.classifier else ()), *self.engine_configs)
 
     def count_params(self, role: str) -> int:
         """Return the number of parameters of a role's model, without its head if Megatron computes it."""
+        if role in self.engine_configs:
+            return sum(param_count(self.engine_configs[role]).values())
         if role in self.megatron_configs or not self.classifier:
             return sum(param_count(self.megatron_configs[role]).values())
         return self.classifier[1]
@@ -238,7 +250,26 @@ def read_served_models(
         configs["reward"] = reward_config
     teachers = [role for role in declared.roles if resolve_worker(config, declared, role, worker_of(role)) == TEACHER]
     configs |= _read_role_models(hf, config, declared, teachers, dry_run, warnings)
-    return ServedModels(configs, classifier)
+    engine_configs = {
+        role: _engine_model(hf, config, role, dry_run, warnings)
+        for role in list_engine_roles(config, declared.roles)
+        if role != "rollout"
+    }
+    return ServedModels(configs, classifier, engine_configs)
+
+
+def _engine_model(hf: HFConfig, config: Config, role: str, dry_run: bool, warnings: list[str]) -> HFConfig:
+    """Return config.json of a frozen model on engines of its own, which only sees text."""
+    path = engine_config(config, role).model.path
+    source = f"roles.{role}.model={path}"
+    if _plans_as_policy(path, source, dry_run, warnings):
+        return hf
+    model = read_complete_folder(path, f"roles.{role}.model", head=False)
+    if is_classifier(model):
+        raise ConfigError(f"{source} is a classifier, {model['architectures'][0]}, which generates no text")
+    if not list(Path(path).glob("tokenizer*")):
+        raise ConfigError(f"{source} has no tokenizer; put tokenizer.json beside config.json")
+    return model
 
 
 def _reward_model(
@@ -308,7 +339,7 @@ def _read_role_models(
     ]
     configs: dict[str, HFConfig] = {}
     for role in declared.roles:
-        if role in BUILTIN_ROLES:
+        if role in BUILTIN_ROLES or is_engine_role(config, role):
             continue
         path, key, is_megatron = role_settings(config, role).model, f"roles.{role}.model", is_on_megatron(config, role)
         source = f"{key}={path}"

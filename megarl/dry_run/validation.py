@@ -50,6 +50,7 @@ from megarl.parallel.placement import (
     role_parallel,
     role_settings,
 )
+from megarl.parallel.policies import engine_config, list_engine_roles, takes_turns
 from megarl.reshard.plan.from_config import engine_layout, plan_from_config
 from megarl.rewards.functions import load_functions
 from megarl.rewards.reward_settings import check_reward
@@ -264,6 +265,8 @@ def validate(
         does_divide = does_divide and (not declared.trained_roles or passes(plan_from_config, hf, config))
     elif declared.has_rollout:
         passes(lambda: check_replay(config, hf, model_folders.vocabulary_hash(config.model.path), until))
+    for role, model in served.engine_configs.items():
+        does_divide = passes(checks.check_role_engine, model, config, role) and does_divide
     if not does_divide:
         return rejected
     passes(checks.check_routing, hf, config, declared)
@@ -272,7 +275,7 @@ def validate(
         passes(checks.check_disk_space, hf, critic_hf, config, declared, warnings)
     stages = served.stages(config, declared)
     plans = {
-        group_label: plan_memory(hf, config, declared, critic_hf, stages, role)
+        group_label: plan_memory(hf, config, declared, critic_hf, stages, role, served.engine_configs)
         for group_label, role in _group_ranks(config, declared.roles, stages).items()
     }
     (label, memory), *other_plans = plans.items()
@@ -298,16 +301,17 @@ def _check_chats(
 def _group_ranks(config: Config, roles: Sequence[str], served: Iterable[str]) -> dict[str, str]:
     """Return a label for each set of ranks with the same roles -> the role whose model's stages they have.
 
-    The actor's ranks come first; the role is `rollout` if there are only engines.
+    The actor's ranks come first; the role is one with engines if there are only engines.
     """
     placement = placement_of(config)
     trained = [role for role in ("actor", "reward_model", "critic") if role in roles]
     role_by_label: dict[str, str] = {}
     assigned: set[int] = set()
-    for role in (*trained, *served, *(role for role in roles if role == "rollout")):
+    engine_roles = list_engine_roles(config, roles)
+    for role in (*trained, *served, *engine_roles):
         # Functions need no significant memory. Engines have what is left.
         ranks = placement.ranks_of(role)
-        ranks = tuple(sorted(set(ranks) - assigned)) if role == "rollout" else ranks
+        ranks = tuple(sorted(set(ranks) - assigned)) if role in engine_roles else ranks
         if ranks and not assigned & set(ranks):
             assigned |= set(ranks)
             role_by_label[_describe_ranks(placement, roles, ranks)] = role
@@ -386,6 +390,16 @@ def _facts(
             weights = "synced with the policy" if engine_layout(config).draft else "as in the checkpoint"
             drafts = f"{rollout.num_speculative_tokens} tokens at a time; the draft layer is {weights}"
             facts["engines"].append(("drafts", drafts))
+    for role in served_models.engine_configs:
+        settings = engine_config(config, role)
+        turns = "; asleep except while scoring" if takes_turns(config, roles, role) else ""
+        facts[f"{role}"] = [
+            ("SGLang engines", f"{len(engine_ranks(settings))} of tp {settings.rollout.tp}, ep {settings.rollout.ep}"),
+            (
+                "requests at once",
+                f"{settings.rollout.concurrency} an engine, up to {settings.rollout.max_context} tokens each{turns}",
+            ),
+        ]
     if declared.has_rollout:
         facts["host"] = _describe_host_memory(hf, config, declared, bool(experts))
     return facts
@@ -489,12 +503,20 @@ def memory_table(stages: list[StageMemory]) -> Table:
         ([s.training for s in shown], "in training", [s.training_total for s in shown]),
         ([s.generation for s in shown], "in generation", [s.generation_total for s in shown]),
         ([s.weight_sync for s in shown], "in weight sync", [s.weight_sync_total for s in shown]),
+        *(
+            (
+                [s.other_engines[role] for s in shown],
+                f"while the {role} is awake",
+                [s.other_engine_total(role) for s in shown],
+            )
+            for role in shown[0].other_engines
+        ),
         ([s.host for s in shown], "", []),
     ]
     for parts, title, totals in blocks:
         for name in parts[0]:
             suffix = " (host)" if parts[0] is shown[0].host else ""
-            prefix = ESTIMATE_PREFIXES.get(name, "")
+            prefix = "about " if name.endswith("KV cache") else ESTIMATE_PREFIXES.get(name, "")
             cells = [prefix + format_bytes(part[name]) if part[name] else "-" for part in parts]
             table.add_row(name + suffix, *cells)
         if totals and parts[0]:

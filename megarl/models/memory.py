@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from math import ceil, prod
 from typing import Any, NamedTuple, TypeVar
 
-from megarl.config import Config, LoraConfig, ParallelConfig
+from megarl.config import Config, LoraConfig, ParallelConfig, RolloutConfig
 from megarl.models import int4
 from megarl.models.activation_memory import DTYPE_BYTES, layer_elements, logits_bytes, megatron_settings, training_bytes
 from megarl.models.deepseek_sparse import indexer_types, is_indexer
@@ -37,6 +37,7 @@ from megarl.models.lora_tables import adapter_params
 from megarl.models.pipeline_stages import stage_layers
 from megarl.models.registry import family_of, num_trained_mtp
 from megarl.parallel.placement import placement_of, role_config
+from megarl.parallel.policies import engine_config, takes_turns
 from megarl.types.requirements import Requirements
 
 REWARD_WEIGHTS = "reward model weights"
@@ -60,6 +61,8 @@ class StageMemory:
     weight_sync: dict[str, int]  # in addition, during weight sync
     host: dict[str, int]  # in host memory
     is_offloaded: bool
+    other_engines: dict[str, dict[str, int]] = field(default_factory=dict)
+    """By role, in addition while its engines are awake, which are not the policy's."""
 
     @property
     def training_total(self) -> int:
@@ -71,6 +74,10 @@ class StageMemory:
         states = self.states.get(REWARD_WEIGHTS, 0) if self.is_offloaded else sum(self.states.values())
         return states + sum(self.generation.values())
 
+    def other_engine_total(self, role: str) -> int:
+        states = 0 if self.is_offloaded else sum(self.states.values())
+        return states + sum(self.other_engines[role].values())
+
     @property
     def weight_sync_total(self) -> int:
         states = self.states.get("actor weights", 0) if self.is_offloaded else sum(self.states.values())
@@ -78,7 +85,8 @@ class StageMemory:
 
     @property
     def peak(self) -> int:
-        return max(self.training_total, self.generation_total, self.weight_sync_total)
+        others = [self.other_engine_total(role) for role in self.other_engines]
+        return max(self.training_total, self.generation_total, self.weight_sync_total, *others)
 
 
 class InferenceStage(NamedTuple):
@@ -118,6 +126,7 @@ def plan_memory(
     critic_hf: HFConfig | None = None,
     inference_models: Mapping[str, Sequence[InferenceStage]] | None = None,
     main_role: str = "",
+    engine_models: Mapping[str, HFConfig] | None = None,
 ) -> list[StageMemory]:
     """Plan the memory of a rank of each pipeline stage of the actor, or of the reward model when that is trained.
 
@@ -125,35 +134,35 @@ def plan_memory(
 
     critic_hf: None without a critic. If the critic has its own layout, the fullest of its stages on these ranks counts.
     inference_models: stages of inference-only models by role; the fullest on these ranks counts.
-    main_role: the role to plan for instead; `rollout` for ranks with engines only, which have no stages.
+    main_role: the role to plan for instead; a role with engines for ranks with engines only, which have no stages.
+    engine_models: models of roles with engines besides `rollout`; on a rank only one role's are awake at a time.
     """
     lead = main_role or requirements.main_role
     placement, inference = placement_of(config), inference_models or {}
-    local_roles = {lead}
-    if lead != "rollout":
-        ranks = set(placement.ranks_of(lead))
+    engine_models = engine_models or {}
+    local_roles, ranks = {lead}, set(placement.ranks_of(lead))
+    local_roles |= {role for role in engine_models if ranks & set(placement.ranks_of(role))}
+    if lead != "rollout" and lead not in engine_models:
         roles = ("actor", "critic", "rollout", *inference)
         local_roles |= {role for role in roles if ranks & set(placement.ranks_of(role))}
     rollout, size, tokens = config.rollout, DTYPE_BYTES[config.model.dtype], _tokens(config, requirements)
     hf_by_role = {"actor": hf, "reward_model": hf, "critic": critic_hf}
     trained = {
         role: _trained_stages(model, role_config(config, role), role, tokens)
-        for role in (() if lead in inference else (lead, "critic"))
+        for role in (() if lead in inference or lead in engine_models else (lead, "critic"))
         if role in local_roles and (model := hf_by_role.get(role)) is not None
     }
     engine: dict[str, int] = {}
     if requirements.has_engines(config) and "rollout" in local_roles:
-        # `max_total_tokens` caps the cache; otherwise it must hold all of the engine's conversations.
-        cached = int(rollout.sglang.get("max_total_tokens") or rollout.concurrency * rollout.max_context)
-        drafts = bool(rollout.num_speculative_tokens)
-        engine["engine weights"] = engine_bytes(hf, rollout.tp, size, drafts)
-        engine["engine KV cache"] = cached * kv_elements(hf, rollout.tp, drafts) * size
-        if request_states := state_bytes_of_delta_nets(hf, rollout.tp, size):
-            slots = int(rollout.sglang.get("max_mamba_cache_size") or STATES_PER_REQUEST * rollout.concurrency)
-            if drafts:  # those after each token of a window, of which the rejected are dropped
-                requests = int(rollout.sglang.get("max_running_requests") or rollout.concurrency)
-                slots += (requests + 1) * (rollout.num_speculative_tokens + 1)
-            engine["engine states"] = slots * request_states
+        engine = engine_parts(hf, rollout, size)
+    other_engines = {
+        role: {
+            name.replace("engine", role): amount
+            for name, amount in engine_parts(model, engine_config(config, role).rollout, size).items()
+        }
+        for role, model in engine_models.items()
+        if role in local_roles
+    }
     lead_stages: Sequence[InferenceStage | TrainedStage] = inference.get(lead) or trained.get(lead) or ()
     layers = [stage.layers for stage in lead_stages] or [()]
     computes = trained or local_roles & inference.keys() - {"reward"}
@@ -190,9 +199,36 @@ def plan_memory(
                 host["last good policy"] = weights + states["actor optimizer"]
             if config.train.offload and states:
                 host["states, while generating"] = sum(states[name] for name in states if "gradients" not in name)
+        if engine and takes_turns(config, requirements.roles, "rollout"):
+            host["engine weights, asleep"] = engine["engine weights"]
+        for role, parts in other_engines.items():
+            if takes_turns(config, requirements.roles, role):
+                host[f"{role} weights, asleep"] = parts[f"{role} weights"]
         offloaded = requirements.has_rollout and config.train.offload
-        stages.append(StageMemory(stage, stage_layer_ids, states, training, generation, weight_sync, host, offloaded))
+        stages.append(
+            StageMemory(
+                *(stage, stage_layer_ids, states, training, generation, weight_sync, host, offloaded, other_engines)
+            )
+        )
     return stages
+
+
+def engine_parts(hf: HFConfig, rollout: RolloutConfig, size: int) -> dict[str, int]:
+    """Return the memory of an engine on one of its ranks, by part. size: bytes per element."""
+    # `max_total_tokens` caps the cache; otherwise it must hold all of the engine's conversations.
+    cached = int(rollout.sglang.get("max_total_tokens") or rollout.concurrency * rollout.max_context)
+    drafts = bool(rollout.num_speculative_tokens)
+    parts = {
+        "engine weights": engine_bytes(hf, rollout.tp, size, drafts),
+        "engine KV cache": cached * kv_elements(hf, rollout.tp, drafts) * size,
+    }
+    if request_states := state_bytes_of_delta_nets(hf, rollout.tp, size):
+        slots = int(rollout.sglang.get("max_mamba_cache_size") or STATES_PER_REQUEST * rollout.concurrency)
+        if drafts:  # those after each token of a window, of which the rejected are dropped
+            requests = int(rollout.sglang.get("max_running_requests") or rollout.concurrency)
+            slots += (requests + 1) * (rollout.num_speculative_tokens + 1)
+        parts["engine states"] = slots * request_states
+    return parts
 
 
 def _overlapping(stages: Sequence[Stage], stage: int, count: int) -> Sequence[Stage]:

@@ -27,7 +27,7 @@ BUILTIN_ROLES: dict[str, tuple[str, str]] = {
 """Keys of each built-in role's model and layout; empty if it has none of its own."""
 
 
-MEGATRON = "megatron"
+MEGATRON, SGLANG = "megatron", "sglang"
 SERVICES = ("http", "judge")
 """Reward backends that query a service, in addition to the backend that computes `reward.model`."""
 
@@ -43,9 +43,11 @@ class RoleConfig:
     `reward.model`, and http or judge.
     """
     model: str = ""
-    """HF folder of the role's own model, which must have the policy's vocabulary."""
+    """HF folder of the role's own model, which must have the policy's vocabulary unless an engine serves it."""
     parallel: dict[str, Any] = field(default_factory=dict)
     """Overrides of that model's layout: keys of `parallel` except world_size and ranks_per_node."""
+    rollout: dict[str, Any] = field(default_factory=dict)
+    """Settings of the role's engines: keys of `rollout`, see `parallel/policies.py`."""
     options: dict[str, Any] = field(default_factory=dict)
     """Additional arguments of the worker, by name."""
 
@@ -84,6 +86,11 @@ def has_model(config: Config, role: str) -> bool:
     if role == "reward":
         return bool(config.reward.model)
     return role in BUILTIN_ROLES or bool(role_settings(config, role).model)
+
+
+def is_engine_role(config: Config, role: str) -> bool:
+    """Return whether the role runs engines on its ranks: `rollout`, and any role with `backend: sglang`."""
+    return role == "rollout" or (role not in BUILTIN_ROLES and role_settings(config, role).backend == (SGLANG,))
 
 
 def is_on_megatron(config: Config, role: str) -> bool:
@@ -278,12 +285,14 @@ def check_placement(config: Config, roles: Collection[str], warnings: list[str])
         )
     for role, other in combinations(roles, 2):
         ranks_a, ranks_b = set(placement.ranks_of(role)), set(placement.ranks_of(other))
-        everywhere = "rollout" in (role, other) and len(placement.ranks_of("rollout")) == placement.world
+        everywhere = any(
+            is_engine_role(config, name) and len(placement.ranks_of(name)) == placement.world for name in (role, other)
+        )
         if ranks_a & ranks_b and ranks_a != ranks_b and not everywhere:
             raise ConfigError(
                 f"placement has the {role} on {placement.format_ranks(role)} and the {other} on "
                 f"{placement.format_ranks(other)}, which overlap: two roles must have the same ranks or disjoint "
-                f"ones (rollout may also have all)"
+                f"ones (engines may also have all)"
             )
     for role in roles:
         if is_on_megatron(config, role):

@@ -1,4 +1,5 @@
-"""Rewards from a generative judge: a model behind an OpenAI-compatible API of SGLang, vLLM, or another server.
+"""Rewards from a generative judge: a model behind an OpenAI-compatible API of SGLang, vLLM, or another server, or on
+engines of the job (the role `judge`, `workers/judge.py`).
 
 The policy's text may hold anything and is inserted as it is. `{fence}` is derived from the answer's own hash, so the
 answer cannot contain it. That separates it from the template; it does not keep a judge from believing what it reads.
@@ -63,6 +64,20 @@ class JudgeOptions(HttpOptions):
     """Further request fields, which override the defaults of temperature 0 and 1024 tokens: seed, max_tokens, ..."""
 
     @classmethod
+    def read_own(cls, options: dict[str, Any], concurrency: int, timeout: float) -> Self:
+        """Parse the options of a judge on the job's engines, which set the address. Raises ConfigError as `read` does.
+
+        concurrency, timeout: those of the engines.
+        """
+        if remote := sorted({"url", "model", "concurrency", "private", "auth_env"} & set(options)):
+            raise ConfigError(
+                f"{OPTIONS_PREFIX}{remote[0]} is for a judge outside of the job, and roles.judge has engines for it: "
+                "remove one of them"
+            )
+        address = {"url": "http://127.0.0.1", "model": "judge", "private": True}
+        return cls.read({"timeout": timeout, **options, **address, "concurrency": concurrency})
+
+    @classmethod
     def read(cls, options: dict[str, Any]) -> Self:
         """Parse options. Raises ConfigError as `HttpOptions.read` does, and if they cannot give a score."""
         texts = {name: options[name] for name in ("prompt", "pattern") if name in options}  # may span several lines
@@ -104,6 +119,12 @@ class Judge(HttpScorer):
     def __init__(self, options: JudgeOptions) -> None:
         super().__init__(options, "judge", batch_size=1)
         self._pattern = regex.compile(options.pattern)
+
+    def at(self, url: str, api_key: str) -> Judge:
+        """Return the same judge at another address."""
+        judge = Judge(replace(self.options, url=(f"{url}/v1",)))
+        judge._api_key = api_key
+        return judge
 
     def _encode(self, rollout: Rollout) -> Mapping[str, Any]:
         message = {"role": "user", "content": fill_template(self.options.prompt, rollout)}

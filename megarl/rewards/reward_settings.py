@@ -9,7 +9,8 @@ from typing import Any
 from megarl.config import Config, ConfigError, RolloutConfig
 from megarl.config.strict import closest_match, short_repr
 from megarl.environments.catalog import ENVIRONMENTS_KEY, load_catalog
-from megarl.parallel.placement import MEGATRON, role_backends
+from megarl.parallel.placement import MEGATRON, is_engine_role, role_backends
+from megarl.parallel.policies import JUDGE, engine_config
 from megarl.rewards import composite
 from megarl.rewards.functions import load_functions
 from megarl.rewards.judge import Judge, JudgeOptions
@@ -32,9 +33,20 @@ def build_service(config: Config, options: Mapping[str, Any]) -> HttpScorer | No
     """Build the client of the reward service or judge, None without one. Raises ConfigError for invalid options."""
     model, service_backend = role_backends(config, "reward")
     service_options = options_without(options, model)
+    has_engines = is_engine_role(config, JUDGE)
+    if has_engines and service_backend != "judge":
+        raise ConfigError(
+            "roles.judge has engines for a judge, but the reward has none: set roles.reward.backend to judge, or "
+            "[megatron, judge] beside a model, or remove roles.judge"
+        )
     if service_backend == "http":
         return Service(ServiceOptions.read(service_options))
-    return Judge(JudgeOptions.read(service_options)) if service_backend == "judge" else None
+    if service_backend != "judge":
+        return None
+    if has_engines:
+        rollout = engine_config(config, JUDGE).rollout
+        return Judge(JudgeOptions.read_own(service_options, rollout.concurrency, rollout.request_timeout))
+    return Judge(JudgeOptions.read(service_options))
 
 
 def check_reward(config: Config, requirements: Requirements, options: dict[str, Any]) -> None:

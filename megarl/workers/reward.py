@@ -21,6 +21,7 @@ import torch
 from megarl.config import ConfigError
 from megarl.parallel import row_exchange
 from megarl.parallel.placement import engine_ranks
+from megarl.parallel.policies import JUDGE
 from megarl.parallel.ranks import run_on_all, with_timeout
 from megarl.processes.children import ProcessLimits
 from megarl.rewards import composite
@@ -32,11 +33,13 @@ from megarl.rewards.composite import (
     too_many,
 )
 from megarl.rewards.functions import check_function, load_functions
+from megarl.rewards.judge import Judge
 from megarl.rewards.reward_pool import PendingVerdicts, RewardPool, Verdicts
 from megarl.rewards.reward_process import GRACE_S, MAX_CONCURRENT, score
 from megarl.rewards.reward_settings import build_service, check_names, check_weights, has_environment_reward
 from megarl.types import Reward, RewardResult, Rollout, Rollouts, Turn
 from megarl.workers.context import Context, Worker
+from megarl.workers.judge import score_on_engines
 
 
 class _HasDone(Protocol):
@@ -145,7 +148,7 @@ class RewardWorker(Worker):
 
     def start(self) -> None:
         """Raises ConfigError if the service does not respond."""
-        if self.service is not None:
+        if self.service is not None and JUDGE not in self.context.engines:
             run_on_all(self.service.check_credentials)
             run_on_all(self.service.check_reachable, rank_zero_only=True)
 
@@ -199,11 +202,16 @@ class RewardWorker(Worker):
         """Return one of `judged_parts` for each local rollout. `rollouts` contains no aborted rollouts. Collective."""
         service = self.service
         assert service is not None and part == service.part
+        max_failed = self.config.reward.max_failed_frac * len(rollouts)
+        if isinstance(service, Judge) and (engines := self.context.engines.get(JUDGE)) is not None:
+            num_engines = len(engines.engine_ranks)
+            with engines.with_timeout(service.max_duration(-(-len(rollouts) // num_engines))):
+                return score_on_engines(engines, service, rollouts, max_failed)
         max_local = int(torch.bincount(rollouts.home).max())
         results: list[RewardResult] = []
 
         def ask_service() -> None:
-            results.extend(service.score(rollouts.local, self.config.reward.max_failed_frac * len(rollouts)))
+            results.extend(service.score(rollouts.local, max_failed))
 
         with with_timeout(max(self.config.run.distributed_timeout_s, service.max_duration(max_local))):
             run_on_all(ask_service)

@@ -13,10 +13,12 @@ from typing import Any
 
 from megarl.config import Config, ConfigError, plugins
 from megarl.config.strict import closest_match
-from megarl.parallel.placement import role_backends, role_settings
+from megarl.parallel.placement import is_engine_role, role_backends, role_settings
 from megarl.types.requirements import Requirements
 
 TEACHER = "megarl.workers.actor:TeacherWorker"
+ENGINES = "megarl.workers.engines:EngineWorker"
+"""Worker of a role that the built-in ones do not name, with `backend: sglang`."""
 WORKERS: dict[str, dict[str, str]] = {
     "rollout": {"sglang": "megarl.workers.rollout:RolloutWorker"},
     "actor": {"megatron": "megarl.workers.actor:ActorWorker"},
@@ -77,6 +79,8 @@ def resolve_worker(
         return builtin[backend]
     if role in requirements.workers:
         return requirements.workers[role]
+    if not builtin and is_engine_role(config, role):
+        return ENGINES
     if backend:
         choices = f"it has {', '.join(builtin)}" if builtin else "it has no named backends"
         raise ConfigError(f"roles.{role}.backend={backend}: no such backend for the {role}; {choices}")

@@ -54,6 +54,10 @@ def teacher_case(
     return Case(f"teacher: {name}", expected, overrides, prepare or (lambda folder: None))
 
 
+def judge_case(name: str, settings: str, expected: str, reward: str = "{backend: judge}") -> Case:
+    return Case(f"judge: {name}", (expected,), (f"roles={{reward: {reward}, judge: {settings}}}",))
+
+
 MODEL = ("reward.model=FOLDER/model",)
 CASES = [
     reward("an unknown backend", "{backend: grpc}", "roles.reward.backend=grpc", "megatron, transformers, pool, http"),
@@ -90,6 +94,42 @@ CASES = [
         "a judge prompt without the answer",
         "{backend: judge, options: {url: 'http://a', model: m, prompt: 'grade'}}",
         "has no {answer}",
+    ),
+    judge_case(
+        "no model", "{backend: sglang}", "roles.judge.model is not set; it must name the HF folder of the judge"
+    ),
+    judge_case("a missing folder", "{backend: sglang, model: FOLDER/judge}", "FOLDER/judge: no such folder"),
+    judge_case(
+        "a key that does not apply",
+        "{backend: sglang, model: FOLDER/model, rollout: {temperature: 0.5}}",
+        "roles.judge.rollout.temperature does not apply to the judge; its keys are tp, ep, sglang,",
+    ),
+    judge_case(
+        "a misspelt engine setting",
+        "{backend: sglang, model: FOLDER/model, rollout: {max_contxt: 5}}",
+        "did you mean roles.judge.rollout.max_context?",
+    ),
+    judge_case(
+        "an engine larger than its ranks",
+        "{backend: sglang, model: FOLDER/model, rollout: {tp: 3, max_context: 64}}",
+        "the engines of the judge: roles.judge.rollout.tp=3 does not divide",
+    ),
+    judge_case(
+        "longer conversations than the model allows",
+        "{backend: sglang, model: FOLDER/model, rollout: {max_context: 1000000}}",
+        "roles.judge.rollout.max_context=1000000 is beyond the model's",
+    ),
+    judge_case(
+        "a URL beside its engines",
+        "{backend: sglang, model: FOLDER/model}",
+        "roles.reward.options.url is for a judge outside of the job",
+        reward="{backend: judge, options: {url: 'http://a'}}",
+    ),
+    judge_case(
+        "engines that nobody asks",
+        "{backend: sglang, model: FOLDER/model}",
+        "set roles.reward.backend to judge",
+        reward="{}",
     ),
     reward("a classifier without a model", "{backend: transformers}", "needs reward.model"),
     reward("a policy as a classifier", "{backend: transformers}", "is not a sequence classifier", overrides=MODEL),
