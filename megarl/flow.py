@@ -36,13 +36,13 @@ from megarl.models.registry import load_hf_config
 from megarl.observe.clock import Clock
 from megarl.observe.control import Control
 from megarl.observe.hang_watchdog import HangWatchdog
-from megarl.observe.metrics import ZeroSpreadWarning, batch_metrics, rollout_metrics
+from megarl.observe.metrics import ZeroSpreadWarning, batch_metrics, prefix_metrics, rollout_metrics
 from megarl.observe.mfu import GpuMonitor, compute_throughput, select_remote_clocks
 from megarl.observe.profiler import StepProfiler
 from megarl.observe.run_log import RunLog
 from megarl.parallel import device, kv_store, ranks, row_exchange, wait_listeners
-from megarl.parallel.placement import is_engine_role, placement_of, with_role
-from megarl.parallel.policies import engine_config, takes_turns
+from megarl.parallel.placement import is_engine_role, placement_of, split_role, with_role
+from megarl.parallel.policies import policy_config, takes_turns
 from megarl.parallel.ranks import create_role_layouts
 from megarl.types import Rollouts
 from megarl.workers.actor import ActorWorker, ReferenceWorker
@@ -168,8 +168,8 @@ class HybridFlow:
         metrics = dict(result.metrics)
         if result.rollouts is not None:
             metrics |= rollout_metrics(result.rollouts)
-        for worker in self.workers.values():
-            metrics |= worker.metrics()
+        for role, worker in self.workers.items():
+            metrics |= prefix_metrics(worker.metrics(), split_role(role)[1])
         if self.watchdog is not None:
             watchdog_metrics, alarm = self.watchdog.check_step(self.step)
             metrics |= watchdog_metrics
@@ -344,7 +344,9 @@ class HybridFlow:
             alarm=self.log.alarm,
         )
         for role, factory in self.worker_factories.items():
-            arguments = {"actor": self.actor} if role == "reference" else {}
+            base, policy = split_role(role)
+            actor = f"actor_{policy}" if policy else "actor"
+            arguments = {"actor": getattr(self, actor)} if base == "reference" else {}
             worker = factory(self._role_context(context, role), **arguments)
             setattr(self, role, worker)
             self.workers[role] = worker
@@ -366,21 +368,28 @@ class HybridFlow:
 
     def _role_context(self, context: Context, role: str) -> Context:
         """Return the context of a role's worker."""
-        context = dataclasses.replace(context, role=role)
-        if not is_engine_role(self.config, role):
+        takes = is_engine_role(self.config, role) and takes_turns(self.config, self.requirements.roles, role)
+        context = dataclasses.replace(context, role=role, takes_turns=takes)
+        config = policy_config(self.config, role)
+        if config is self.config:
             return context
-        context = dataclasses.replace(context, takes_turns=takes_turns(self.config, self.requirements.roles, role))
-        if role == "rollout":
-            return context
-        config = engine_config(self.config, role)
-        # A frozen model: no updates, and no weight sync.
-        return dataclasses.replace(context, config=config, hf_config=load_hf_config(config.model.path), num_updates={})
+        context = dataclasses.replace(context, config=config, hf_config=load_hf_config(config.model.path))
+        policy = split_role(role)[1]
+        if not policy:  # a frozen model: no updates, and no weight sync
+            return dataclasses.replace(context, num_updates={})
+        updates = {**context.num_updates, "actor": context.num_updates[f"actor_{policy}"]}
+        chat = read_chat(context.hf_config, config, self.requirements)
+        return dataclasses.replace(context, num_updates=updates, chat=chat)
 
     def sync_weights(self) -> None:
         """Sync restored weights to the engines, if there are any; no update precedes this."""
-        if "rollout" in self.workers and "actor" in self.workers:
-            self.rollout.sleep()  # as in a step: a weight sync never coexists with a KV cache
-            self.rollout.update_weights(self.actor)
+        for role, worker in self.workers.items():
+            base, policy = split_role(role)
+            actor = self.workers.get(f"actor_{policy}" if policy else "actor")
+            if base == "rollout" and actor is not None:
+                rollout: Any = worker
+                rollout.sleep()  # as in a step: a weight sync never coexists with a KV cache
+                rollout.update_weights(actor)
 
     def _peek_items(self, steps: int) -> Sequence[Sequence[Any]]:
         """Return the items of at most `steps` next steps."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from megarl.checkpoint.manifest import Write, write_nothing
 from megarl.config import Config, ConfigError, plugins, strict
 from megarl.config.recipes import find_recipe
-from megarl.parallel.placement import is_engine_role
+from megarl.parallel.placement import is_engine_role, split_role
 from megarl.parallel.policies import JUDGE
 from megarl.types import Comm, Rollouts, TrainBatch
 from megarl.types.requirements import ITEM_KINDS, ItemKind, Requirements
@@ -235,6 +235,10 @@ def load_requirements(config: Config) -> Requirements:
         )
     if not requirements.trained_roles and not requirements.has_rollout:
         raise ConfigError(f"{key} trains nothing, and generates nothing: name a role in `trained_roles`")
-    if requirements.trained_roles and requirements.has_rollout and "actor" not in requirements.roles:
-        raise ConfigError(f"{key} lists the role rollout, whose weights are the actor's, but no actor")
+    for role in requirements.roles:
+        base, policy = split_role(role)
+        actor = f"actor_{policy}" if policy else "actor"
+        needs_actor = (base == "rollout" and bool(requirements.trained_roles)) or (base == "reference" and bool(policy))
+        if needs_actor and actor not in requirements.roles:
+            raise ConfigError(f"{key} lists the role {role}, whose weights are the actor's, but no {actor}")
     return requirements

@@ -32,8 +32,8 @@ from megarl.models.registry import family_of, num_trained_mtp
 from megarl.models.routing import routing_shape
 from megarl.models.sparse_indices import index_shape
 from megarl.parallel import device
-from megarl.parallel.placement import check_engine_ranks, prefix_role_error, role_config, role_parallel
-from megarl.parallel.policies import engine_config
+from megarl.parallel.placement import check_engine_ranks, prefix_role_error, role_config, role_parallel, split_role
+from megarl.parallel.policies import policy_config
 from megarl.rewards.functions import check_truth_file
 from megarl.types.requirements import Requirements
 
@@ -121,7 +121,8 @@ def check_role_layout(hf: HFConfig, config: Config, role: str) -> None:
     try:
         if role in ("critic", "reward_model"):
             qwen_vl.check_training(hf, family_of(hf), role_settings, role)
-        check_training_layout(hf, role_settings if role == "critic" else replace(role_settings, lora=LoraConfig()))
+        is_trained = role == "critic" or split_role(role)[0] == "actor"
+        check_training_layout(hf, role_settings if is_trained else replace(role_settings, lora=LoraConfig()))
     except ConfigError as error:
         raise prefix_role_error(config, role, error) from None
 
@@ -179,12 +180,12 @@ def check_engine(hf: HFConfig, config: Config) -> None:
 
 def check_role_engine(hf: HFConfig, config: Config, role: str) -> None:
     """Check the engines of a role besides `rollout`, on their ranks and for their model."""
-    derived = engine_config(config, role)
+    derived = policy_config(config, role)
     try:
         check_engine_ranks(derived)
         if derived.rollout.tp % derived.rollout.ep:
             raise ConfigError(f"rollout.ep={derived.rollout.ep} does not divide rollout.tp={derived.rollout.tp}")
-        check_engine(hf, replace(derived, lora=LoraConfig()))
+        check_engine(hf, derived if split_role(role)[1] else replace(derived, lora=LoraConfig()))
         longest = int(family_of(hf).gpt_kwargs(hf)["max_sequence_length"])
         if derived.rollout.max_context > longest:
             raise ConfigError(

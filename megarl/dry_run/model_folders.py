@@ -28,8 +28,9 @@ from megarl.parallel.placement import (
     role_backends,
     role_config,
     role_settings,
+    split_role,
 )
-from megarl.parallel.policies import engine_config, list_engine_roles
+from megarl.parallel.policies import list_engine_roles, policy_config
 from megarl.rewards.reward_settings import options_without
 from megarl.rewards.sequence_classifier import ClassifierOptions, get_context_length, resolve_label
 from megarl.types.requirements import Requirements
@@ -198,7 +199,7 @@ class ServedModels:
     classifier: tuple[HFConfig, int, str] | None
     """The reward model that transformers computes: config.json, number of elements, dtype."""
     engine_configs: Mapping[str, HFConfig] = field(default_factory=dict)
-    """config.json of frozen models on engines of their own, by role."""
+    """config.json of the models on engines besides the first policy's, by role."""
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -259,12 +260,15 @@ def read_served_models(
 
 
 def _engine_model(hf: HFConfig, config: Config, role: str, dry_run: bool, warnings: list[str]) -> HFConfig:
-    """Return config.json of a frozen model on engines of its own, which only sees text."""
-    path = engine_config(config, role).model.path
-    source = f"roles.{role}.model={path}"
+    """Return config.json of the model on a role's engines, which only sees text of the first policy."""
+    path, policy = policy_config(config, role).model.path, split_role(role)[1]
+    if policy and not role_settings(config, f"actor_{policy}").model:
+        return hf  # the first policy's
+    key = f"roles.{f'actor_{policy}' if policy else role}.model"
+    source = f"{key}={path}"
     if _plans_as_policy(path, source, dry_run, warnings):
         return hf
-    model = read_complete_folder(path, f"roles.{role}.model", head=False)
+    model = read_complete_folder(path, key, head=False)
     if is_classifier(model):
         raise ConfigError(f"{source} is a classifier, {model['architectures'][0]}, which generates no text")
     if not list(Path(path).glob("tokenizer*")):
@@ -339,7 +343,7 @@ def _read_role_models(
     ]
     configs: dict[str, HFConfig] = {}
     for role in declared.roles:
-        if role in BUILTIN_ROLES or is_engine_role(config, role):
+        if split_role(role)[0] in BUILTIN_ROLES or is_engine_role(config, role):
             continue
         path, key, is_megatron = role_settings(config, role).model, f"roles.{role}.model", is_on_megatron(config, role)
         source = f"{key}={path}"

@@ -49,8 +49,9 @@ from megarl.parallel.placement import (
     placement_of,
     role_parallel,
     role_settings,
+    split_role,
 )
-from megarl.parallel.policies import engine_config, list_engine_roles, takes_turns
+from megarl.parallel.policies import list_engine_roles, policy_config, takes_turns
 from megarl.reshard.plan.from_config import engine_layout, plan_from_config
 from megarl.rewards.functions import load_functions
 from megarl.rewards.reward_settings import check_reward
@@ -267,6 +268,9 @@ def validate(
         passes(lambda: check_replay(config, hf, model_folders.vocabulary_hash(config.model.path), until))
     for role, model in served.engine_configs.items():
         does_divide = passes(checks.check_role_engine, model, config, role) and does_divide
+        if (policy := split_role(role)[1]) and does_divide:
+            does_divide = passes(checks.check_role_layout, model, config, f"actor_{policy}")
+            does_divide = does_divide and passes(plan_from_config, model, policy_config(config, role))
     if not does_divide:
         return rejected
     passes(checks.check_routing, hf, config, declared)
@@ -305,6 +309,7 @@ def _group_ranks(config: Config, roles: Sequence[str], served: Iterable[str]) ->
     """
     placement = placement_of(config)
     trained = [role for role in ("actor", "reward_model", "critic") if role in roles]
+    trained += [role for role in roles if split_role(role)[0] == "actor" and role != "actor"]
     role_by_label: dict[str, str] = {}
     assigned: set[int] = set()
     engine_roles = list_engine_roles(config, roles)
@@ -354,6 +359,7 @@ def _facts(
         layout += _describe_parallel(role_parallel(config, declared.main_role), "", bool(experts))
         layout.append(("layers by stage", " ".join(map(str, layers)) + parts))
     other_roles = {"critic": bool(experts)} if "critic" in roles else {}
+    other_roles |= {role: bool(experts) for role in roles if split_role(role)[0] == "actor" and role != "actor"}
     other_roles |= {role: bool(family_of(m).num_experts(m)) for role, m in served_models.megatron_configs.items()}
     for role, has_experts in other_roles.items():
         has_layout = role != "critic" and role_settings(config, role).parallel
@@ -391,8 +397,8 @@ def _facts(
             drafts = f"{rollout.num_speculative_tokens} tokens at a time; the draft layer is {weights}"
             facts["engines"].append(("drafts", drafts))
     for role in served_models.engine_configs:
-        settings = engine_config(config, role)
-        turns = "; asleep except while scoring" if takes_turns(config, roles, role) else ""
+        settings = policy_config(config, role)
+        turns = "; takes turns with others" if takes_turns(config, roles, role) else ""
         facts[f"{role}"] = [
             ("SGLang engines", f"{len(engine_ranks(settings))} of tp {settings.rollout.tp}, ep {settings.rollout.ep}"),
             (

@@ -36,8 +36,8 @@ from megarl.models.layout_algebra import (
 from megarl.models.lora_tables import adapter_params
 from megarl.models.pipeline_stages import stage_layers
 from megarl.models.registry import family_of, num_trained_mtp
-from megarl.parallel.placement import placement_of, role_config
-from megarl.parallel.policies import engine_config, takes_turns
+from megarl.parallel.placement import placement_of, role_config, split_role
+from megarl.parallel.policies import policy_config, takes_turns
 from megarl.types.requirements import Requirements
 
 REWARD_WEIGHTS = "reward model weights"
@@ -140,16 +140,18 @@ def plan_memory(
     lead = main_role or requirements.main_role
     placement, inference = placement_of(config), inference_models or {}
     engine_models = engine_models or {}
+    other_actors = [role for role in requirements.trained_roles if split_role(role)[1] and role != lead]
     local_roles, ranks = {lead}, set(placement.ranks_of(lead))
     local_roles |= {role for role in engine_models if ranks & set(placement.ranks_of(role))}
     if lead != "rollout" and lead not in engine_models:
-        roles = ("actor", "critic", "rollout", *inference)
+        roles = ("actor", "critic", "rollout", *other_actors, *inference)
         local_roles |= {role for role in roles if ranks & set(placement.ranks_of(role))}
     rollout, size, tokens = config.rollout, DTYPE_BYTES[config.model.dtype], _tokens(config, requirements)
     hf_by_role = {"actor": hf, "reward_model": hf, "critic": critic_hf}
+    hf_by_role |= {role.replace("rollout_", "actor_"): model for role, model in engine_models.items()}
     trained = {
         role: _trained_stages(model, role_config(config, role), role, tokens)
-        for role in (() if lead in inference or lead in engine_models else (lead, "critic"))
+        for role in (() if lead in inference or lead in engine_models else (lead, "critic", *other_actors))
         if role in local_roles and (model := hf_by_role.get(role)) is not None
     }
     engine: dict[str, int] = {}
@@ -158,7 +160,7 @@ def plan_memory(
     other_engines = {
         role: {
             name.replace("engine", role): amount
-            for name, amount in engine_parts(model, engine_config(config, role).rollout, size).items()
+            for name, amount in engine_parts(model, policy_config(config, role).rollout, size).items()
         }
         for role, model in engine_models.items()
         if role in local_roles
@@ -176,7 +178,7 @@ def plan_memory(
             # One model computes at a time, so the larger of the two counts.
             training["activations"] = max(training["activations"], largest.activations)
             training["micro-batches"] = max(training["micro-batches"], largest.inputs)
-        if stage == len(layers) - 1 and lead == "actor":
+        if stage == len(layers) - 1 and split_role(lead)[0] == "actor":
             tp, at_once = role_config(config, lead).parallel.tp, config.train.logits_chunk_size
             training["logits"] = logits_bytes(hf["vocab_size"], hf["hidden_size"], tp, tokens, at_once, size)
         generation, weight_sync, host = dict(engine), {}, checkpoint_copy(config, states, trained)
@@ -238,7 +240,7 @@ def _overlapping(stages: Sequence[Stage], stage: int, count: int) -> Sequence[St
 
 def _trained_stages(hf: HFConfig, config: Config, role: str, tokens: int) -> list[TrainedStage]:
     """Return the memory of a trained model by pipeline stage. tokens: of a micro-batch on a rank."""
-    parallel, size, is_actor = config.parallel, DTYPE_BYTES[config.model.dtype], role == "actor"
+    parallel, size, is_actor = config.parallel, DTYPE_BYTES[config.model.dtype], split_role(role)[0] == "actor"
     settings, layers = _settings_and_layers(hf, config)
     dp = parallel.world_size // (parallel.tp * parallel.pp)  # including cp: optimizer states are sharded over both
     expert_dp = max(1, parallel.world_size // (parallel.pp * parallel.ep * parallel.etp))

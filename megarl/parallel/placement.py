@@ -27,6 +27,20 @@ BUILTIN_ROLES: dict[str, tuple[str, str]] = {
 """Keys of each built-in role's model and layout; empty if it has none of its own."""
 
 
+POLICY_ROLES = ("actor", "rollout", "reference")
+"""Roles that each policy has."""
+_POLICY_ROLE = re.compile(rf"({'|'.join(POLICY_ROLES)})_(\w+)")
+
+
+def split_role(role: str) -> tuple[str, str]:
+    """Return the role that `role` is for another policy than the first, and that policy's name: (actor, b) of actor_b.
+
+    The name is empty for all other roles.
+    """
+    match = _POLICY_ROLE.fullmatch(role)
+    return (match[1], match[2]) if match else (role, "")
+
+
 MEGATRON, SGLANG = "megatron", "sglang"
 SERVICES = ("http", "judge")
 """Reward backends that query a service, in addition to the backend that computes `reward.model`."""
@@ -48,6 +62,8 @@ class RoleConfig:
     """Overrides of that model's layout: keys of `parallel` except world_size and ranks_per_node."""
     rollout: dict[str, Any] = field(default_factory=dict)
     """Settings of the role's engines: keys of `rollout`, see `parallel/policies.py`."""
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    """Overrides of `actor_optimizer` for another policy's actor."""
     options: dict[str, Any] = field(default_factory=dict)
     """Additional arguments of the worker, by name."""
 
@@ -55,10 +71,16 @@ class RoleConfig:
 def role_settings(config: Config, role: str) -> RoleConfig:
     """Return a role's settings. Raises ConfigError for invalid keys and for keys that belong to another section."""
     settings: RoleConfig = strict.build_dataclass(RoleConfig, config.roles.get(role, {}), f"roles.{role}.", root=Config)
-    for name, key in zip(("model", "parallel"), BUILTIN_ROLES.get(role, ()), strict=False):
+    base, policy = split_role(role)
+    own_keys = BUILTIN_ROLES.get(base, ()) if base != "actor" or not policy else ()
+    for name, key in zip(("model", "parallel"), own_keys, strict=False):
         if getattr(settings, name) and key != f"roles.{role}.{name}":
-            location = f"is {key}; set that" if key else "is that of the actor; remove it"
+            actor = f"actor_{policy}; set roles.actor_{policy}.{name}" if policy else "actor; remove it"
+            location = f"is {key}; set that" if key else f"is that of the {actor}"
             raise ConfigError(f"roles.{role}.{name}: for the {role} this {location}")
+    if settings.optimizer and not (base == "actor" and policy):
+        key = "critic.optimizer" if role == "critic" else "actor_optimizer"
+        raise ConfigError(f"roles.{role}.optimizer is for the actor of another policy, such as actor_b; set {key}")
     return settings
 
 
@@ -85,17 +107,19 @@ def has_model(config: Config, role: str) -> bool:
     """Return whether the role computes a model on ranks: every built-in role does, except a reward without a model."""
     if role == "reward":
         return bool(config.reward.model)
-    return role in BUILTIN_ROLES or bool(role_settings(config, role).model)
+    return split_role(role)[0] in BUILTIN_ROLES or bool(role_settings(config, role).model)
 
 
 def is_engine_role(config: Config, role: str) -> bool:
-    """Return whether the role runs engines on its ranks: `rollout`, and any role with `backend: sglang`."""
-    return role == "rollout" or (role not in BUILTIN_ROLES and role_settings(config, role).backend == (SGLANG,))
+    """Return whether the role runs engines on its ranks: `rollout`, also of another policy, and any role with
+    `backend: sglang`."""
+    base = split_role(role)[0]
+    return base == "rollout" or (base not in BUILTIN_ROLES and role_settings(config, role).backend == (SGLANG,))
 
 
 def is_on_megatron(config: Config, role: str) -> bool:
     """Return whether the role has a model with a Megatron layout over its ranks."""
-    has_separate_model = role not in ("rollout", "reference") and has_model(config, role)
+    has_separate_model = split_role(role)[0] not in ("rollout", "reference") and has_model(config, role)
     return has_separate_model and role_backends(config, role)[0] in ("", MEGATRON)
 
 
@@ -144,9 +168,13 @@ class Placement:
         return cls(world, {role: _parse_ranks(role, value, world) for role, value in placement.items()})
 
     def ranks_of(self, role: str) -> tuple[int, ...]:
-        """Return a role's ranks. By default actor and engines are on all ranks, other roles on the actor's."""
+        """Return a role's ranks. By default actor and engines are on all ranks, another policy's on those of the first,
+        and other roles on the actor's."""
         if role in self.role_ranks:
             return self.role_ranks[role]
+        base, policy = split_role(role)
+        if policy:
+            return self.ranks_of(f"actor_{policy}" if base == "reference" else base)
         return tuple(range(self.world)) if role in ("actor", "rollout") else self.ranks_of("actor")
 
     @property
@@ -277,11 +305,15 @@ def check_placement(config: Config, roles: Collection[str], warnings: list[str])
         if not placement.ranks_of(role) and has_model(config, role):
             what = "reward.model runs" if role == "reward" else f"the {role} computes"
             raise ConfigError(f"placement.{role}=cpu, but {what} on ranks: name ranks, or remove the role")
-    if "reference" in roles and placement.ranks_of("reference") != placement.ranks_of("actor"):
+    for role in roles:
+        base, policy = split_role(role)
+        actor = f"actor_{policy}" if policy else "actor"
+        if base != "reference" or placement.ranks_of(role) == placement.ranks_of(actor):
+            continue
         raise ConfigError(
-            f"placement.reference={placement.format_ranks('reference')}, but the reference is the actor's model "
+            f"placement.{role}={placement.format_ranks(role)}, but the reference is the actor's model "
             "with its first "
-            f"weights, and the actor is on {placement.format_ranks('actor')}: remove placement.reference"
+            f"weights, and the {actor} is on {placement.format_ranks(actor)}: remove placement.{role}"
         )
     for role, other in combinations(roles, 2):
         ranks_a, ranks_b = set(placement.ranks_of(role)), set(placement.ranks_of(other))

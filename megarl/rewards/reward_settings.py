@@ -10,7 +10,7 @@ from megarl.config import Config, ConfigError, RolloutConfig
 from megarl.config.strict import closest_match, short_repr
 from megarl.environments.catalog import ENVIRONMENTS_KEY, load_catalog
 from megarl.parallel.placement import MEGATRON, is_engine_role, role_backends
-from megarl.parallel.policies import JUDGE, engine_config
+from megarl.parallel.policies import JUDGE, policy_config
 from megarl.rewards import composite
 from megarl.rewards.functions import load_functions
 from megarl.rewards.judge import Judge, JudgeOptions
@@ -44,7 +44,7 @@ def build_service(config: Config, options: Mapping[str, Any]) -> HttpScorer | No
     if service_backend != "judge":
         return None
     if has_engines:
-        rollout = engine_config(config, JUDGE).rollout
+        rollout = policy_config(config, JUDGE).rollout
         return Judge(JudgeOptions.read_own(service_options, rollout.concurrency, rollout.request_timeout))
     return Judge(JudgeOptions.read(service_options))
 

@@ -20,8 +20,8 @@ import torch
 
 from megarl.config import ConfigError
 from megarl.parallel import row_exchange
-from megarl.parallel.placement import engine_ranks
-from megarl.parallel.policies import JUDGE
+from megarl.parallel.placement import engine_ranks, split_role
+from megarl.parallel.policies import JUDGE, policy_config
 from megarl.parallel.ranks import run_on_all, with_timeout
 from megarl.processes.children import ProcessLimits
 from megarl.rewards import composite
@@ -238,7 +238,8 @@ class RewardWorker(Worker):
         """Return the ranks that will have rollouts; those of a machine share its processes."""
         if self.config.rollout.replay:
             return set(range(self.job.world))
-        return {members[0] for members in engine_ranks(self.config)}
+        policies = [role for role in self.context.num_updates if split_role(role)[0] == "rollout"] or ["rollout"]
+        return {members[0] for role in policies for members in engine_ranks(policy_config(self.config, role))}
 
     @property
     def _node(self) -> int:

@@ -43,6 +43,8 @@ class RolloutWorker(Worker):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.engines = Engines(context)
+        self._store_name = f"megarl/{context.role or 'rollout'}/generation"
+        """Prefix of this role's names in the store that the ranks share."""
         self.version = 0
         self.should_check_logprobs = not self.config.rollout.replay
         """True until engine and trainer log-probs have been compared after the last start or fully verified weight
@@ -189,7 +191,7 @@ class RolloutWorker(Worker):
         self.engines.wake()
         self._num_generations += 1
         num_engines, future = len(self.engines.engine_ranks), None
-        group_queue = GroupQueue(len(prompts), num_engines, KVStore(), f"megarl/generation/{self._num_generations}")
+        group_queue = GroupQueue(len(prompts), num_engines, KVStore(), f"{self._store_name}/{self._num_generations}")
         first_group = 0 if greedy else self._allocate_groups(len(prompts)).start
         if self._runner is not None and self.engines.recovery.is_available(self.engines.engine_index):
             future = self._runner.start_generation(
@@ -216,7 +218,7 @@ class RolloutWorker(Worker):
 
     def _generate(self, prompts: Sequence[Prompt], samples: int, greedy: bool, held_out: bool) -> Rollouts:
         self._num_generations += 1
-        name = f"megarl/generation/{self._num_generations}"
+        name = f"{self._store_name}/{self._num_generations}"
         plan = self._oversampling.plan(prompts, self.step, greedy)
         num_groups = max(len(plan.prompts), plan.num_needed or 0)  # partial groups reduce the prompts to start
         first_group = 0 if greedy else self._allocate_groups(num_groups).start

@@ -13,7 +13,7 @@ from typing import Any
 
 from megarl.config import Config, ConfigError, plugins
 from megarl.config.strict import closest_match
-from megarl.parallel.placement import is_engine_role, role_backends, role_settings
+from megarl.parallel.placement import is_engine_role, role_backends, role_settings, split_role
 from megarl.types.requirements import Requirements
 
 TEACHER = "megarl.workers.actor:TeacherWorker"
@@ -70,7 +70,7 @@ def resolve_worker(
 ) -> Callable[..., Any] | str:
     """Return the role's worker as a class or `module:name`. Raises ConfigError if there is none."""
     settings = role_settings(config, role)
-    builtin = WORKERS.get(role, {})
+    builtin = WORKERS.get(split_role(role)[0], {})
     if worker := registered.worker or settings.worker:
         return worker
     model, service = role_backends(config, role)

@@ -9,7 +9,7 @@ import pytest
 from megarl.config import Config, from_dict
 from megarl.controllers.controller import load_requirements
 from megarl.parallel.placement import engine_ranks, is_engine_role, is_on_megatron
-from megarl.parallel.policies import engine_config, list_engine_roles, takes_turns
+from megarl.parallel.policies import list_engine_roles, policy_config, takes_turns
 
 pytestmark = pytest.mark.alone
 
@@ -24,12 +24,12 @@ def config(placement: dict[str, Any], **sections: Any) -> Config:
 
 def test_judge_has_its_own_model_settings_and_ranks() -> None:
     full = config({"rollout": "0-1", "actor": "0-1", "judge": "2-3"}, train={"routing_replay": True})
-    judge = engine_config(full, "judge")
+    judge = policy_config(full, "judge")
     assert (judge.model.path, judge.rollout.tp, judge.rollout.concurrency) == ("/judge", 2, 7)
     assert (judge.rollout.max_context, judge.rollout.temperature) == (4096, 1.0)  # the defaults, not the policy's
     assert judge.rollout.sglang == {"page_size": 4} and not judge.train.routing_replay
     assert engine_ranks(judge) == [(2, 3)] and engine_ranks(full) == [(0,), (1,)]
-    assert engine_config(full, "rollout") is full
+    assert policy_config(full, "rollout") is full
     assert is_engine_role(full, "judge") and not is_on_megatron(full, "judge")
 
 

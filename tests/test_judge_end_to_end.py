@@ -1,0 +1,61 @@
+"""Runs with a second model on engines of its own: a frozen judge, in turns with the policy's engine and beside it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from training_run import ONE_RANK, make_folder, read_steps, train
+
+STEPS = ("run.num_rollout=2", "run.save_every=0", "run.export=false")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("quickstart") / "q", "qwen3_moe")
+
+
+@pytest.fixture(scope="module")
+def judged(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Settings of a judge of another family with another tokenizer. A grammar makes its random weights state a score."""
+    judge = make_folder(tmp_path_factory.mktemp("judge") / "q", "deepseek_v3")
+    roles = {
+        "judge": {"backend": "sglang", "model": f"{judge}/model", "rollout": {"max_context": 256, "concurrency": 8}},
+        "reward": {
+            "backend": "judge",
+            "options": {
+                "prompt": "{question} {answer} {ground_truth}?",
+                "request": {"max_tokens": 12, "regex": "Score: [0-9]"},
+            },
+        },
+    }
+    return f"roles={json.dumps(roles)}"
+
+
+@pytest.fixture(scope="module")
+def colocated_run(folder: Path, judged: str, host: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("runs") / "colocated"
+    train(folder, run_dir, *STEPS, *ONE_RANK, judged, host=host)
+    return run_dir
+
+
+def test_judge_scores_in_turns_with_the_policys_engine(colocated_run: Path) -> None:
+    rows = read_steps(colocated_run)
+    assert [row["step"] for row in rows] == [1, 2]
+    for row in rows:
+        assert 0 < row["reward/judge"] <= 9 and row["rollout/reward_failed_frac"] == 0
+        assert row["rollout/logprob_diff_p95"] <= 1e-4 and row["actor/grad_norm"] > 0
+    assert (colocated_run / "logs" / "judge_engine_0.log").exists()
+
+
+@pytest.mark.nightly
+def test_judge_on_its_own_rank_gives_the_same_rewards(
+    colocated_run: Path, folder: Path, judged: str, host: str, tmp_path: Path
+) -> None:
+    placement = ["placement={actor: 0, critic: 0, rollout: 0, judge: 1}"]
+    layout = ["parallel.world_size=2", "parallel.ranks_per_node=2", "parallel.tp=1", "parallel.ep=1"]
+    train(folder, tmp_path / "split", *STEPS, *placement, *layout, judged, host=host)
+    for split, colocated in zip(read_steps(tmp_path / "split"), read_steps(colocated_run), strict=True):
+        names = [name for name in colocated if name.startswith(("reward/", "rollout/reward", "actor/"))]
+        assert {name: split[name] for name in names} == {name: colocated[name] for name in names}
