@@ -18,7 +18,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def judged(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Settings of a judge of another family with another tokenizer. A grammar makes its random weights state a score."""
+    """Settings of a judge of another family. A grammar makes its random weights state a score."""
     judge = make_folder(tmp_path_factory.mktemp("judge") / "q", "deepseek_v3")
     roles = {
         "judge": {"backend": "sglang", "model": f"{judge}/model", "rollout": {"max_context": 256, "concurrency": 8}},
