@@ -42,7 +42,7 @@ from megarl.observe.profiler import StepProfiler
 from megarl.observe.run_log import RunLog
 from megarl.parallel import device, kv_store, ranks, row_exchange, wait_listeners
 from megarl.parallel.placement import is_engine_role, placement_of, split_role, with_role
-from megarl.parallel.policies import policy_config, takes_turns
+from megarl.parallel.policy_configs import policy_config, takes_turns
 from megarl.parallel.ranks import create_role_layouts
 from megarl.types import Rollouts
 from megarl.workers.actor import ActorWorker, ReferenceWorker

@@ -22,7 +22,7 @@ from megarl.models.registry import family_of, load_hf_config, num_trained_mtp
 from megarl.models.routing import routing_shape
 from megarl.models.sparse_indices import index_shape
 from megarl.parallel.placement import split_role
-from megarl.parallel.policies import policy_config
+from megarl.parallel.policy_configs import policy_config
 from megarl.types.requirements import Requirements
 
 OPTIMIZER_BYTES = 12

@@ -12,7 +12,7 @@ from megarl.checkpoint.manifest import Write, write_nothing
 from megarl.config import Config, ConfigError, plugins, strict
 from megarl.config.recipes import find_recipe
 from megarl.parallel.placement import is_engine_role, split_role
-from megarl.parallel.policies import JUDGE
+from megarl.parallel.policy_configs import JUDGE
 from megarl.types import Comm, Rollouts, TrainBatch
 from megarl.types.requirements import ITEM_KINDS, ItemKind, Requirements
 

@@ -4,7 +4,7 @@
         algorithms = {"": PPOController, "b": ReMaxController}
 
 The first policy has the roles `actor`, `rollout` and `reference`; another one, here b, has `actor_b`, `rollout_b` and
-`reference_b`, with settings under `roles` (`parallel/policies.py`). All start from `model.path` unless
+`reference_b`, with settings under `roles` (`parallel/policy_configs.py`). All start from `model.path` unless
 `roles.actor_b.model` names another model, and share the reward and the prompts of a step. `PolicyFlow` shows an
 algorithm its policy's roles under the names of the first's, so an algorithm does not know which policy it trains.
 """
@@ -24,7 +24,7 @@ from megarl.controllers.ppo import PPOController
 from megarl.controllers.remax import ReMaxController
 from megarl.observe.metrics import prefix_metrics, rollout_metrics
 from megarl.parallel.placement import POLICY_ROLES, split_role
-from megarl.parallel.policies import policy_config
+from megarl.parallel.policy_configs import policy_config
 from megarl.types import Comm, Prompt
 from megarl.types.requirements import Requirements
 

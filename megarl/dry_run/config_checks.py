@@ -33,7 +33,7 @@ from megarl.models.routing import routing_shape
 from megarl.models.sparse_indices import index_shape
 from megarl.parallel import device
 from megarl.parallel.placement import check_engine_ranks, prefix_role_error, role_config, role_parallel, split_role
-from megarl.parallel.policies import policy_config
+from megarl.parallel.policy_configs import policy_config
 from megarl.rewards.functions import check_truth_file
 from megarl.types.requirements import Requirements
 

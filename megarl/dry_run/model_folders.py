@@ -30,7 +30,7 @@ from megarl.parallel.placement import (
     role_settings,
     split_role,
 )
-from megarl.parallel.policies import list_engine_roles, policy_config
+from megarl.parallel.policy_configs import list_engine_roles, policy_config
 from megarl.rewards.reward_settings import options_without
 from megarl.rewards.sequence_classifier import ClassifierOptions, get_context_length, resolve_label
 from megarl.types.requirements import Requirements

@@ -51,7 +51,7 @@ from megarl.parallel.placement import (
     role_settings,
     split_role,
 )
-from megarl.parallel.policies import list_engine_roles, policy_config, takes_turns
+from megarl.parallel.policy_configs import list_engine_roles, policy_config, takes_turns
 from megarl.reshard.plan.from_config import engine_layout, plan_from_config
 from megarl.rewards.functions import load_functions
 from megarl.rewards.reward_settings import check_reward

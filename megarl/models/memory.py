@@ -37,7 +37,7 @@ from megarl.models.lora_tables import adapter_params
 from megarl.models.pipeline_stages import stage_layers
 from megarl.models.registry import family_of, num_trained_mtp
 from megarl.parallel.placement import placement_of, role_config, split_role
-from megarl.parallel.policies import policy_config, takes_turns
+from megarl.parallel.policy_configs import policy_config, takes_turns
 from megarl.types.requirements import Requirements
 
 REWARD_WEIGHTS = "reward model weights"
@@ -180,7 +180,8 @@ def plan_memory(
             training["micro-batches"] = max(training["micro-batches"], largest.inputs)
         if stage == len(layers) - 1 and split_role(lead)[0] == "actor":
             tp, at_once = role_config(config, lead).parallel.tp, config.train.logits_chunk_size
-            training["logits"] = logits_bytes(hf["vocab_size"], hf["hidden_size"], tp, tokens, at_once, size)
+            model = hf_by_role.get(lead) or hf
+            training["logits"] = logits_bytes(model["vocab_size"], model["hidden_size"], tp, tokens, at_once, size)
         generation, weight_sync, host = dict(engine), {}, checkpoint_copy(config, states, trained)
         for role in (role for role in inference if role in local_roles):
             fullest = max(_overlapping(inference[role], stage, len(layers)), key=lambda part: part.weights)
@@ -192,7 +193,11 @@ def plan_memory(
             training["activations"] = max(training["activations"], fullest.activations)
             training["logits"] = max(training["logits"], fullest.logits)
         if requirements.has_rollout and requirements.trained_roles:
-            weights, engine_weights = states.get("actor weights", 0), engine.get("engine weights", 0)
+            policy = split_role(lead)[1]
+            engine_role = f"rollout_{policy}" if policy else "engine"
+            own_engine = other_engines.get(engine_role, {}) if policy else engine
+            weights = states.get(f"actor {policy} weights" if policy else "actor weights", 0)
+            engine_weights = own_engine.get(f"{engine_role} weights", 0)
             if staged := sync_staging_bytes(rollout.weight_sync_bucket_mb << 20, weights, engine_weights):
                 weight_sync.update({"engine weights": engine_weights, "reshard staging": staged})
             if weights and "reference" in requirements.roles and not config.lora.rank:

@@ -61,7 +61,7 @@ class RoleConfig:
     parallel: dict[str, Any] = field(default_factory=dict)
     """Overrides of that model's layout: keys of `parallel` except world_size and ranks_per_node."""
     rollout: dict[str, Any] = field(default_factory=dict)
-    """Settings of the role's engines: keys of `rollout`, see `parallel/policies.py`."""
+    """Settings of the role's engines: keys of `rollout`, see `parallel/policy_configs.py`."""
     optimizer: dict[str, Any] = field(default_factory=dict)
     """Overrides of `actor_optimizer` for another policy's actor."""
     options: dict[str, Any] = field(default_factory=dict)

@@ -1,5 +1,5 @@
 """Rewards from a generative judge: a model behind an OpenAI-compatible API of SGLang, vLLM, or another server, or on
-engines of the job (the role `judge`, `workers/judge.py`).
+engines of the job (the role `judge`, `workers/judge_engines.py`).
 
 The policy's text may hold anything and is inserted as it is. `{fence}` is derived from the answer's own hash, so the
 answer cannot contain it. That separates it from the template; it does not keep a judge from believing what it reads.

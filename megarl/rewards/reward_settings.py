@@ -10,7 +10,7 @@ from megarl.config import Config, ConfigError, RolloutConfig
 from megarl.config.strict import closest_match, short_repr
 from megarl.environments.catalog import ENVIRONMENTS_KEY, load_catalog
 from megarl.parallel.placement import MEGATRON, is_engine_role, role_backends
-from megarl.parallel.policies import JUDGE, policy_config
+from megarl.parallel.policy_configs import JUDGE, policy_config
 from megarl.rewards import composite
 from megarl.rewards.functions import load_functions
 from megarl.rewards.judge import Judge, JudgeOptions

@@ -60,7 +60,7 @@ class RolloutListeners:
 @dataclass(frozen=True)
 class Context:
     config: Config
-    """The run's configuration; for a role with engines besides `rollout`, that of `policies.policy_config`."""
+    """The run's configuration; for a role with engines besides `rollout`, that of `policy_configs.policy_config`."""
     job: Job
     hf_config: dict[str, Any]
     chat: ChatTemplate

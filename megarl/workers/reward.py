@@ -21,7 +21,7 @@ import torch
 from megarl.config import ConfigError
 from megarl.parallel import row_exchange
 from megarl.parallel.placement import engine_ranks, split_role
-from megarl.parallel.policies import JUDGE, policy_config
+from megarl.parallel.policy_configs import JUDGE, policy_config
 from megarl.parallel.ranks import run_on_all, with_timeout
 from megarl.processes.children import ProcessLimits
 from megarl.rewards import composite
@@ -39,7 +39,7 @@ from megarl.rewards.reward_process import GRACE_S, MAX_CONCURRENT, score
 from megarl.rewards.reward_settings import build_service, check_names, check_weights, has_environment_reward
 from megarl.types import Reward, RewardResult, Rollout, Rollouts, Turn
 from megarl.workers.context import Context, Worker
-from megarl.workers.judge import score_on_engines
+from megarl.workers.judge_engines import score_on_engines
 
 
 class _HasDone(Protocol):

@@ -12,7 +12,7 @@ from megarl.controllers.controller import StepResult, load_requirements
 from megarl.controllers.policies import PoliciesController, PPOAndReMaxController
 from megarl.controllers.ppo import PPOController
 from megarl.parallel.placement import engine_ranks, role_parallel
-from megarl.parallel.policies import policy_config, takes_turns
+from megarl.parallel.policy_configs import policy_config, takes_turns
 
 pytestmark = pytest.mark.alone
 

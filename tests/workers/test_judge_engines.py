@@ -13,7 +13,7 @@ from thread_ranks import ThreadRank, as_ranks
 from megarl.engine.engine_protocol import EngineLost
 from megarl.types import Prompt, Rollout, Turn
 from megarl.types.reward_values import Reward
-from megarl.workers import judge as module
+from megarl.workers import judge_engines as module
 
 pytestmark = pytest.mark.alone
 

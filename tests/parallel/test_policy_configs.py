@@ -9,7 +9,7 @@ import pytest
 from megarl.config import Config, from_dict
 from megarl.controllers.controller import load_requirements
 from megarl.parallel.placement import engine_ranks, is_engine_role, is_on_megatron
-from megarl.parallel.policies import list_engine_roles, policy_config, takes_turns
+from megarl.parallel.policy_configs import list_engine_roles, policy_config, takes_turns
 
 pytestmark = pytest.mark.alone
 
