@@ -21,6 +21,7 @@ from megarl.observe.replayed_rollouts import ReplaySource, needs_trainer_columns
 from megarl.observe.rollout_log import read_records
 from megarl.parallel import ranks, row_exchange
 from megarl.parallel.kv_store import KVStore
+from megarl.parallel.placement import split_role
 from megarl.rollout.aborted import TooManyAborted, check_abort_limit, format_abort_error
 from megarl.rollout.group_queue import GroupQueue
 from megarl.rollout.rollout_runner import RolloutRunner
@@ -43,7 +44,7 @@ class RolloutWorker(Worker):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.engines = Engines(context)
-        self._store_name = f"megarl/{context.role or 'rollout'}/generation"
+        self._store_name = "megarl/generation" + (f"/{context.role}" if split_role(context.role)[1] else "")
         """Prefix of this role's names in the store that the ranks share."""
         self.version = 0
         self.should_check_logprobs = not self.config.rollout.replay
