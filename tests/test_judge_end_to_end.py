@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from training_run import ONE_RANK, make_folder, read_steps, train
@@ -20,7 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def judged(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Settings of a judge of another family. A grammar makes its random weights state a score."""
     judge = make_folder(tmp_path_factory.mktemp("judge") / "q", "deepseek_v3")
-    roles = {
+    roles: dict[str, Any] = {
         "judge": {"backend": "sglang", "model": f"{judge}/model", "rollout": {"max_context": 256, "concurrency": 8}},
         "reward": {
             "backend": "judge",
@@ -56,6 +57,23 @@ def test_judge_on_its_own_rank_gives_the_same_rewards(
     placement = ["placement={actor: 0, critic: 0, rollout: 0, judge: 1}"]
     layout = ["parallel.world_size=2", "parallel.ranks_per_node=2", "parallel.tp=1", "parallel.ep=1"]
     train(folder, tmp_path / "split", *STEPS, *placement, *layout, judged, host=host)
-    for split, colocated in zip(read_steps(tmp_path / "split"), read_steps(colocated_run), strict=True):
-        names = [name for name in colocated if name.startswith(("reward/", "rollout/reward", "actor/"))]
-        assert {name: split[name] for name in names} == {name: colocated[name] for name in names}
+    assert_same_steps(read_steps(tmp_path / "split"), read_steps(colocated_run))
+
+
+@pytest.mark.nightly
+def test_lost_judge_restarts_and_gives_the_same_rewards(
+    colocated_run: Path, folder: Path, judged: str, host: str, tmp_path: Path
+) -> None:
+    roles = json.loads(judged.partition("=")[2])
+    roles["judge"]["worker"] = "dying_engine_worker:DyingEngineWorker"
+    train(folder, tmp_path / "lost", *STEPS, *ONE_RANK, f"roles={json.dumps(roles)}", host=host)
+    steps = read_steps(tmp_path / "lost")
+    assert [row.get("judge/engine_restarts", 0) for row in steps] == [0, 1]
+    assert_same_steps(steps, read_steps(colocated_run))
+
+
+def assert_same_steps(actual: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    """Check that rewards and updates are bitwise equal."""
+    for row, expected_row in zip(actual, expected, strict=True):
+        names = [name for name in expected_row if name.startswith(("reward/", "rollout/reward", "actor/"))]
+        assert {name: row[name] for name in names} == {name: expected_row[name] for name in names}
