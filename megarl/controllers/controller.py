@@ -220,6 +220,8 @@ def load_requirements(config: Config) -> Requirements:
     cls.read_options(config)
     try:
         requirements = cls.declare_requirements(config)
+    except ConfigError:
+        raise
     except Exception as error:  # of third-party code
         raise ConfigError(f"{key}.roles(config) raised {plugins.format_error(error)}") from error
     if not requirements.roles or not all(isinstance(role, str) and role.isidentifier() for role in requirements.roles):

@@ -83,7 +83,8 @@ class PoliciesController(PolicyController):
         if critic := [policy for policy, declared in requirements.items() if policy and "critic" in declared.roles]:
             raise ConfigError(f"the policy {critic[0]} has a critic, which only the first policy may have")
         named = [policy_role(role, policy) for policy, declared in requirements.items() for role in declared.roles]
-        return tuple(dict.fromkeys(named))
+        # Engines start first: each needs its share of a device as it starts.
+        return tuple(sorted(dict.fromkeys(named), key=lambda role: split_role(role)[0] != "rollout"))
 
     @classmethod
     def declare_requirements(cls, config: Config) -> Requirements:
