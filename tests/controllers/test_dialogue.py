@@ -108,5 +108,5 @@ def test_conversation_without_room_breaks_off(monkeypatch: pytest.MonkeyPatch) -
 
 def test_roles_of_a_dialogue() -> None:
     declared = load_requirements(config())
-    assert declared.roles == ("rollout", "actor", "reward", "rollout_b", "actor_b")
+    assert declared.roles == ("rollout", "rollout_b", "actor", "reward", "actor_b")
     assert declared.trained_roles == ("actor", "actor_b") and declared.is_group_relative
