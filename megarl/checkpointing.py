@@ -27,6 +27,7 @@ from megarl.observe.run_folder import describe_fresh_start
 from megarl.parallel import ranks, row_exchange
 from megarl.parallel.host_copy import StagingBuffer
 from megarl.parallel.placement import placement_of, role_parallel, split_role
+from megarl.workers.actor import ReferenceWorker, SeparateReferenceWorker
 from megarl.workers.model_worker import TrainingWorker
 
 EXPORT_RETRY_S = 10.0
@@ -61,11 +62,19 @@ class Checkpointer:
         models = {role: getattr(self.workers[role], "model", None) for role in self.requirements.trained_roles}
         return {role: model for role, model in models.items() if model is not None}
 
+    @property
+    def _reference(self) -> ReferenceWorker | SeparateReferenceWorker | None:
+        """The reference, whose weights are part of a checkpoint once they are no longer those of `model.path`."""
+        worker = self.workers.get("reference")
+        return worker if isinstance(worker, ReferenceWorker | SeparateReferenceWorker) else None
+
     def check_copies(self) -> None:
         """Warn of machines that lack memory for the copies of asynchronous saves, once models are loaded."""
         if not (self.config.run.save_every and self.config.run.save_async):
             return
         local_bytes = sum(async_copy_bytes(model) for model in self.trained_models().values())
+        if self.config.kl.refresh_reference_every and self._reference is not None:
+            local_bytes += self._reference.nbytes
         for line in disk_space.check_copy_memory(
             ranks.all_gather_objects((socket.gethostname(), local_bytes, disk_space.free_memory()))
         ):
@@ -94,12 +103,19 @@ class Checkpointer:
         assert self.control is not None
         host = {"step": step, "loader": self.loader.state_dict(), "controller": self.controller.state_dict()}
         host |= {"guards": self.log.guards.state_dict(), "control": self.control.state_dict()}
+        host["reference_version"] = self._reference.version if self._reference is not None else 0
 
         def stage(folder: Path) -> RankWrite:
             models = []
             for role, model in self.trained_models().items():
                 staging = self._stagings.setdefault(role, StagingBuffer()) if in_background else None
                 models.append(StagedCheckpoint(model, folder / role, staging))
+            reference = self._reference
+            if reference is not None and reference.version and reference.saved_model is not None:
+                # Copied even for a synchronous save: these weights are in the model only for a moment.
+                staging = self._stagings.setdefault("reference", StagingBuffer())
+                with reference.use_reference_weights():
+                    models.append(StagedCheckpoint(reference.saved_model, folder / "reference", staging, True))
             other_writes = [*(worker.save() for worker in self.workers.values()), self.controller.save()]
             drain = self.log.make_drain()
 
@@ -232,10 +248,12 @@ class Checkpointer:
         host = self.store.load(folder)
         try:
             step: int = host["step"]
+            self.control.load_state_dict(host.get("control", {}))
+            self.control.start(step)  # before the states that depend on the configuration
             self.loader.load_state_dict(host["loader"], self.config.run.resume == "forced")
             self.controller.load_state_dict(host["controller"])
             self.log.guards.load_state_dict(host.get("guards", {}))
-            self.control.load_state_dict(host.get("control", {}))
+            reference_version = int(host.get("reference_version", 0))
         except (KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"{folder}/host.json is not of this program ({type(error).__name__}: {error}); move that folder away "
@@ -243,6 +261,9 @@ class Checkpointer:
             ) from None
 
         ranks.run_on_all(lambda: self._restore_models(folder))
+        if (reference := self._reference) is not None:
+            load = partial(restore_model, folder=folder / "reference", is_reference=True)
+            ranks.run_on_all(lambda: reference.restore_version(reference_version, load))
         for worker in self.workers.values():
             worker.restore(folder)
         self.controller.restore(folder, row_exchange.WorldComm())

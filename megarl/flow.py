@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 import torch
 
@@ -21,6 +21,8 @@ from megarl.checkpointing import Checkpointer
 from megarl.config import Config, ConfigError, load_config
 from megarl.config.command_line import format_command
 from megarl.config.paths import expand_config_paths
+from megarl.config.stages import largest_config
+from megarl.config.strict import closest_match
 from megarl.controllers.controller import StepResult, load_requirements, make_controller
 from megarl.controllers.evaluation import Evaluator
 from megarl.data.loader import PromptLoader
@@ -41,11 +43,17 @@ from megarl.observe.mfu import GpuMonitor, compute_throughput, select_remote_clo
 from megarl.observe.profiler import StepProfiler
 from megarl.observe.run_log import RunLog
 from megarl.parallel import device, kv_store, ranks, row_exchange, wait_listeners
-from megarl.parallel.placement import is_engine_role, placement_of, split_role, with_role
+from megarl.parallel.placement import (
+    has_separate_reference,
+    is_engine_role,
+    placement_of,
+    split_role,
+    with_role,
+)
 from megarl.parallel.policy_configs import policy_config, takes_turns
 from megarl.parallel.ranks import create_role_layouts
 from megarl.types import Rollouts
-from megarl.workers.actor import ActorWorker, ReferenceWorker
+from megarl.workers.actor import ActorWorker, ReferenceWorker, SeparateReferenceWorker
 from megarl.workers.context import Context, Worker
 from megarl.workers.critic import CriticWorker, RewardModelWorker
 from megarl.workers.model_worker import ModelWorker
@@ -53,9 +61,46 @@ from megarl.workers.reward import RewardWorker
 from megarl.workers.rollout import RolloutWorker
 from megarl.workers.worker_registry import RegisteredWorker, load_workers
 
+_ARGUMENTS = {
+    "num_rollout": "num_rollouts rollouts num_steps steps max_steps total_steps iterations num_iterations",
+    "num_update": "num_updates updates updates_per_step",
+    "until": "until_step stop_at",
+    "model": "model_path path model_name_or_path hf_checkpoint checkpoint model_name",
+    "parallel={'tp': ..}": "tp tensor_parallel_size tensor_model_parallel_size",
+    "parallel={'pp': ..}": "pp pipeline_parallel_size pipeline_model_parallel_size",
+    "parallel={'ep': ..}": "ep expert_parallel_size expert_model_parallel_size",
+    "parallel={'cp': ..}": "cp context_parallel_size",
+    "backend": "engine strategy",
+    "worker": "cls worker_cls worker_class",
+    "flow.set_placement({role: '0-3'})": "ranks gpus num_gpus n_gpus devices resource_pool placement",
+}
+_ARGUMENTS_BY_OTHER_NAME = {name: argument for argument, names in _ARGUMENTS.items() for name in names.split()}
+
+
+def _reject_arguments(call: str, names: Iterable[str], known: Sequence[str] = ()) -> None:
+    """Raise ConfigError for the first of `names`, arguments that a call does not have, with the one that it has."""
+    for name in names:
+        match = _ARGUMENTS_BY_OTHER_NAME.get(name) or closest_match(name, known)
+        has = f" (it has {', '.join(known)})" if known else ""
+        raise ConfigError(f"{call} has no argument {name}{f'; did you mean {match}?' if match else ''}{has}")
+
 
 class RoleUnavailable(ConfigError, AttributeError):
     """Raised for a role that a controller reads before the workers start, or that it does not list."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RoleComponent:
+    """A worker that gets a changed configuration as its role sees it, see `policy_configs.policy_config`."""
+
+    role: str
+    worker: Worker
+
+    def check_config(self, config: Config) -> None:
+        self.worker.check_config(policy_config(config, self.role))
+
+    def set_config(self, config: Config) -> None:
+        self.worker.set_config(policy_config(config, self.role))
 
 
 class HybridFlow:
@@ -70,12 +115,17 @@ class HybridFlow:
 
     rollout: RolloutWorker
     actor: ActorWorker
-    reference: ReferenceWorker
+    reference: ReferenceWorker | SeparateReferenceWorker
     critic: CriticWorker
     reward: RewardWorker
     reward_model: RewardModelWorker
 
     def __init__(self, config: Config | str | Path, overrides: Sequence[str] = ()) -> None:
+        if not isinstance(config, Config | str | Path):
+            raise ConfigError(
+                f"HybridFlow takes the path of a YAML file, or a Config, not a {type(config).__name__}: "
+                "megarl.config.from_dict builds a Config from a mapping"
+            )
         self.config = config if isinstance(config, Config) else load_config(config, overrides)
         self.registered: dict[str, RegisteredWorker] = {}
         self.watchdog: HangWatchdog | None = None
@@ -98,6 +148,9 @@ class HybridFlow:
         worker: called as `worker(context, **options)`, or its `module:name`; None for the built-in worker with this
         `backend`. model, parallel: HF folder and layout of the role's own model, as in the configuration.
         """
+        if worker is None:  # a fork's worker may have options of any name
+            call = f"register_worker({role!r}, ..)"
+            _reject_arguments(call, [name for name in options if name in _ARGUMENTS_BY_OTHER_NAME])
         self.config = with_role(self.config, role, model, parallel, backend)
         self.registered[role] = RegisteredWorker(worker, options)
 
@@ -115,17 +168,24 @@ class HybridFlow:
         roles = f"`roles()` of {declared.name} lists {', '.join(declared.roles)}"
         raise RoleUnavailable(f"flow.{name} is not available: {roles}; add it there")
 
-    def set_placement(self, placement: Mapping[str, str | int]) -> None:
-        """Place the roles on ranks, as the key `placement` does."""
-        self.config = dataclasses.replace(self.config, placement=dict(placement))
+    def set_placement(self, placement: Mapping[str, Any]) -> None:
+        """Place the roles on ranks, as the key `placement` does; ranks may also be a range or a set."""
+        ranks_by_role = {
+            role: sorted(ranks) if isinstance(ranks, range | set | frozenset) else ranks
+            for role, ranks in placement.items()
+        }
+        self.config = dataclasses.replace(self.config, placement=ranks_by_role)
 
-    def run(self, num_rollout: int | None = None, num_update: int | None = None, until: int = 0) -> dict[str, float]:
+    def run(
+        self, num_rollout: int | None = None, num_update: int | None = None, until: int = 0, **unknown: Never
+    ) -> dict[str, float]:
         """Train for `num_rollout` steps of `num_update` optimizer steps each. Return the last step's metrics.
 
         Both default to the configuration. until: stop after this step, without changing schedules; 0 runs to the end.
         Call once per process. Raises ConfigError for a user's mistake, `GracefulExit` after a requested stop that has
         saved a checkpoint, and `SignalExit` if a signal ends the run; `exit_status.classify_error` tells them apart.
         """
+        _reject_arguments("flow.run", unknown, ("num_rollout", "num_update", "until"))
         warnings = self._prepare(num_rollout, num_update, until)
         with self._running(warnings) as checkpointer:
             run, evaluator = self.config.run, self.evaluator
@@ -163,6 +223,9 @@ class HybridFlow:
         self.profile.begin(step)
         self.begin_step()
         self.control.apply(step, ranks.broadcast_object(self.control.read() if self.log.is_writer else None))
+        every = self.config.kl.refresh_reference_every
+        if every and step > 1 and (step - 1) % every == 0 and "reference" in self.requirements.roles:
+            self.reference.refresh(self.actor)
 
     def _finish_step(self, result: StepResult) -> dict[str, float]:
         metrics = dict(result.metrics)
@@ -194,6 +257,13 @@ class HybridFlow:
             metrics |= self.gpu.metrics()
         metrics["perf/peak_memory_gib"] = device.peak_memory_bytes() / 2**30
         return self.log.end_step(self.step, metrics, result.rollouts, result.batch, result.trained_rollouts)
+
+    def check_config(self, config: Config) -> None:
+        return None
+
+    def set_config(self, config: Config) -> None:
+        """Set the configuration of the next step."""
+        self.config = config
 
     def begin_step(self) -> None:
         """Tell the workers the current step, which seeds what they sample."""
@@ -330,7 +400,7 @@ class HybridFlow:
         for note in self.data.notes:
             self.log.log(note)
         context = Context(
-            config=config,
+            config=largest_config(config),
             job=self.job,
             layouts=self.layouts,
             next_prompts=self._peek_items,
@@ -345,15 +415,17 @@ class HybridFlow:
         )
         for role, factory in self.worker_factories.items():
             base, policy = split_role(role)
-            actor = f"actor_{policy}" if policy else "actor"
-            arguments = {"actor": getattr(self, actor)} if base == "reference" else {}
+            shares_model = base == "reference" and (bool(policy) or not has_separate_reference(config))
+            arguments = {"actor": getattr(self, f"actor_{policy}" if policy else "actor")} if shares_model else {}
             worker = factory(self._role_context(context, role), **arguments)
             setattr(self, role, worker)
             self.workers[role] = worker
             ranks.run_on_all(worker.start)
         for worker in self.workers.values():
             worker.wait_ready()
-        self.control = self.checkpointer.control = Control(self.log.run_dir, list(self.workers.values()), self.log.log)
+        components = (self, self.controller, *(RoleComponent(role, worker) for role, worker in self.workers.items()))
+        self.control = self.checkpointer.control = Control(self.log.run_dir, config, components, self.log.log)
+        self.control.start(1)
         self.evaluator = Evaluator(self, self.eval_items)
         for line in sum(ranks.all_gather_objects(self._describe_models()), []):
             self.log.log(line)
@@ -373,7 +445,9 @@ class HybridFlow:
         config = policy_config(self.config, role)
         if config is self.config:
             return context
-        context = dataclasses.replace(context, config=config, hf_config=load_hf_config(config.model.path))
+        context = dataclasses.replace(
+            context, config=largest_config(config), hf_config=load_hf_config(config.model.path)
+        )
         policy = split_role(role)[1]
         if not policy:  # a frozen model: no updates, and no weight sync
             return dataclasses.replace(context, num_updates={})
@@ -396,15 +470,16 @@ class HybridFlow:
         return self.loader.peek(min(steps, self.config.run.num_rollout - self.step))
 
     def _describe_models(self) -> list[str]:
-        """Return a line for each trained model whose first rank this is."""
-        assert self.checkpointer is not None
+        """Return a line for each model whose first rank this is."""
         lines, placement = [], placement_of(self.config)
-        for role, model in self.checkpointer.trained_models().items():
-            if model.ranks.role_rank == 0:
+        for role, worker in self.workers.items():
+            model = worker.model if isinstance(worker, ModelWorker) else None
+            if model is not None and model.ranks.role_rank == 0:
                 layout = " ".join(f"{name}={getattr(model.ranks, name)}" for name in ("tp", "cp", "pp", "ep", "etp"))
                 where = "" if placement.is_colocated else f" on ranks {placement.format_ranks(role)}"
                 adapters = sum(map(torch.numel, model.local_adapters().values()))
                 count = sum(map(torch.numel, model.local_params().values())) + adapters
                 trained = f", of which LoRA trains {adapters:,} ({adapters / count:.2%})" if adapters else ""
+                trained = trained if role in self.requirements.trained_roles else ", not trained"
                 lines.append(f"{role}{where}: {layout}, {count:,} parameters on rank {self.job.rank}{trained}")
         return lines

@@ -10,6 +10,7 @@ import numpy as np
 
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import Config, ConfigError
+from megarl.config.stages import smallest_context
 from megarl.data.datasets import (
     Pair,
     TableDataset,
@@ -42,7 +43,7 @@ class ItemReader:
 
         whole: one step takes all prompts; none are dealt out over steps.
         """
-        data, longest = self.config.data, self.config.rollout.max_context - 1
+        data, longest = self.config.data, smallest_context(self.config) - 1
         file_of_id: dict[str, str] = {}
 
         def load(path: str, name: str, order: str) -> tuple[list[Prompt], np.ndarray | None]:

@@ -21,6 +21,7 @@ from megarl.config import (
     strict,
     to_dict,
 )
+from megarl.config.stages import config_of_step
 
 pytestmark = pytest.mark.alone
 
@@ -115,7 +116,14 @@ def test_recipes_match_their_sources():
     assert (eval_config.temperature, eval_config.top_p, dapo.rollout.top_p) == (1.0, 0.7, 1.0)
     assert (dapo.actor_optimizer.beta2, dapo.actor_optimizer.weight_decay) == (0.999, 0.1)
     assert r1.actor_optimizer.warmup_fraction == 0.0
-    assert [name.partition(":")[2] for name in r1.reward.functions] == ["by_source", "format_reward"]
+    assert [name.partition(":")[2] for name in r1.reward.functions] == [
+        *("by_source", "format_reward", "language_consistency")
+    ]
+    # 16 updates a step: 400 updates are 25 steps, and 8,200 are 512.5.
+    assert (r1.run.num_update, r1.data.prompts_per_step, r1.rollout.samples_per_prompt) == (16, 16 * 32, 16)
+    assert (r1.kl.refresh_reference_every, r1.kl.coef, r1.actor_optimizer.lr) == (25, 0.001, 3e-6)
+    lengths = {step: config_of_step(r1, step).rollout.max_new_tokens for step in (1, 512, 513, 650)}
+    assert lengths == {1: 32768, 512: 32768, 513: 65536, 650: 65536}
 
 
 def test_config_round_trips():

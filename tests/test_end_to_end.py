@@ -30,6 +30,7 @@ from training_run import (
     SMALL,
     build_command,
     check_communication,
+    log_lines,
     make_folder,
     read_metrics,
     read_steps,
@@ -85,10 +86,15 @@ PPO = ["critic.warmup_steps=1", "kl.target=0.015", "kl.horizon=64"]
 """An adaptive KL coefficient that changes by the most allowed."""
 
 
+STAGES = (
+    "stages={2: {rollout: {max_context: 224, max_new_tokens: 48, temperature: 0.8}, critic: {optimizer: {lr: 5e-4}}}}"
+)
+
+
 @pytest.fixture(scope="module")
 def ppo_run(folder: Path, reward_run: Path, host: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("runs") / "ppo"
-    train(folder, run_dir, f"reward.model={reward_run}/export", *PPO, host=host, record=True)
+    train(folder, run_dir, f"reward.model={reward_run}/export", *PPO, STAGES, host=host, record=True)
     return run_dir
 
 
@@ -134,11 +140,25 @@ def test_ppo_trains_three_steps(ppo_run: Path) -> None:
         assert "critic/vf_clipfrac" in row and all(row[name] > 0 for name in names)
     assert "actor/lr" not in rows[0]
     # Two updates per step, four of the policy: its cosine ends at update 5, the critic's at 7.
-    for name, peak, first, end in (("actor", 2e-4, 1, 5), ("critic", 1e-3, 0, 7)):
-        for step, row in enumerate(rows[first:]):
+    # The critic's peak changes at step 2.
+    for name, peaks, first, end in (("actor", [2e-4, 2e-4], 1, 5), ("critic", [1e-3, 5e-4, 5e-4], 0, 7)):
+        for step, (row, peak) in enumerate(zip(rows[first:], peaks, strict=True)):
             rates = [peak * (0.5 + 0.5 * math.cos(math.pi * (2 * step + k) / end)) for k in (1, 2)]
             assert row[f"{name}/lr"] == pytest.approx(sum(rates) / 2)
     assert list(ppo_run.glob("**/events.out.tfevents*"))
+
+
+def test_stage_changes_sampling_and_limits(ppo_run: Path) -> None:
+    """The untrained model writes until a limit stops it, of a turn or of the conversation. `logprob_diff_p95` above
+    shows that engine and trainer change the temperature together."""
+    longest = []
+    for step in (1, 2, 3):
+        rollouts = read_rollouts(ppo_run, step)
+        longest.append(max(len(turn.token_ids) for rollout in rollouts for turn in rollout.turns if turn.is_action))
+    assert longest == [40, 48, 48]
+    (line,) = log_lines(ppo_run, "stage, from step")
+    assert "stage, from step 2 on: rollout.max_context 192 -> 224, rollout.max_new_tokens 40 -> 48, " in line
+    assert "rollout.temperature 1.0 -> 0.8, critic.optimizer.lr 0.001 -> 0.0005" in line
 
 
 def test_communication_is_valid_for_nccl(ppo_run: Path) -> None:
@@ -173,7 +193,7 @@ def test_resume_is_bitwise_equal_to_the_uninterrupted_run(
     checkpoint = "checkpoints/step_000001"
     shutil.copytree(ppo_run / checkpoint, resumed / checkpoint)
     shutil.copy(ppo_run / "config.yaml", resumed / "config.yaml")
-    overrides = f"reward.model={reward_run}/export", *PPO
+    overrides = f"reward.model={reward_run}/export", *PPO, STAGES
     train(folder, resumed, "run.resume=auto", f"rollout.replay={ppo_run}", *overrides)
     rows = read_steps(resumed)
     assert [row["step"] for row in rows] == [2, 3]
@@ -507,6 +527,23 @@ def test_sft_policy_calls_its_tool_in_training_and_evaluation(folder: Path, tmp_
     assert done.returncode == 2 and re.match(message + r"licence \(OSError at ", done.stderr), done.stderr
     log = (tmp_path / "broken" / "log.txt").read_text()
     assert re.search(r"ALARM: step 1: (\d+) of \1 calls of the tool calculator failed: no licence \(OSError at ", log)
+
+
+@pytest.mark.nightly
+def test_resume_before_a_stage_with_engines(
+    ppo_run: Path, reward_run: Path, folder: Path, tmp_path: Path, host: str
+) -> None:
+    """Resumed after step 1, engines sample step 2 with the stage's limits, and trainer and engine agree about its
+    temperature. (The trainer's side is bitwise that of an uninterrupted run, see above; engines draw other samples.)"""
+    resumed = tmp_path / "resumed"
+    shutil.copytree(ppo_run / "checkpoints/step_000001", resumed / "checkpoints/step_000001")
+    shutil.copy(ppo_run / "config.yaml", resumed / "config.yaml")
+    overrides = f"reward.model={reward_run}/export", *PPO, STAGES, "run.num_rollout=2", "run.resume=auto"
+    train(folder, resumed, *overrides, host=host)
+    (row,) = read_steps(resumed)
+    assert row["step"] == 2 and row["rollout/logprob_diff_p95"] <= 1e-4
+    turns = [turn for rollout in read_rollouts(resumed, 2) for turn in rollout.turns if turn.is_action]
+    assert max(len(turn.token_ids) for turn in turns) == 48
 
 
 @pytest.mark.nightly

@@ -59,6 +59,8 @@ def estimate_space(
     for table in tables:
         adapters = adapter_params(table, config.lora) if config.lora.rank else []
         total += _weights([*table, *adapters], dtype) + OPTIMIZER_BYTES * sum(param.size for param in adapters or table)
+    if config.kl.refresh_reference_every and "reference" in requirements.roles:
+        total += _weights(adapter_params(policy, config.lora) if config.lora.rank else policy, dtype)
     total += partial_rollout_bytes(hf, config) if requirements.has_rollout else 0
     for role in requirements.trained_roles:
         if split_role(role)[1]:

@@ -39,6 +39,7 @@ from megarl.config.keys import (  # noqa: F401  re-exported
 )
 from megarl.config.paths import expand, expand_config_paths, find_model_folder
 from megarl.config.recipes import apply_recipe
+from megarl.config.stages import parse_stages
 from megarl.config.strict import ConfigError, Range, to_dict  # noqa: F401  re-exported
 
 _OTHER_NAMES = {
@@ -152,15 +153,15 @@ class Config:
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the algorithm, documented in its controller's `Options`."""
     placement: dict[str, Any] = field(default_factory=dict)
-    """Ranks of each role: `{actor: 0-3, critic: 4-7, rollout: all, reward: cpu}`, also as `0,2,5-6`; cpu means separate
-    processes. A role that is left out shares the actor's ranks; actor and rollout default to all ranks. Two roles
-    either have the same ranks and take turns, or disjoint ranks and run concurrently. `parallel` is the layout of the
-    actor, and of all roles without one of their own."""
+    """Ranks of each role: `{actor: 0-3, critic: 4-7, rollout: all, reward: cpu}`, also as `0,2,5-6`, `[4, 5]`, `nodes
+    0-1`, or a role whose ranks it shares; cpu means separate processes. A role that is left out shares the actor's
+    ranks; actor and rollout default to all ranks. Roles on the same ranks take turns; on disjoint ranks they run
+    concurrently. `parallel` is the layout of the actor, and of all roles without one of their own."""
     roles: dict[str, Any] = field(default_factory=dict)
-    """Workers of the roles: `{teacher: {model: /models/big, parallel: {tp: 2}}, reward: {backend: http, options: {url:
-    http://judge:8000/score}}, mine: {worker: lab.roles:Mine}}`, with the parameters of `flow.register_worker`. Models
-    and layouts of the built-in roles are in their sections. With `backend: sglang` a role has engines for its model,
-    whose settings are in its `rollout`. `workers/README.md` lists the backends."""
+    """Workers of the roles: `{teacher: {model: /models/big, parallel: {tp: 2}}, reference: {parallel: {pp: 2}}, reward:
+    {backend: http, options: {url: http://judge:8000/score}}, mine: {worker: lab.roles:Mine}}`, with the parameters of
+    `flow.register_worker`. Models and layouts of actor, critic and reward are in their sections. With `backend: sglang`
+    a role has engines for its model, whose settings are in its `rollout`. `workers/README.md` lists the backends."""
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -179,6 +180,11 @@ class Config:
     guards: GuardsConfig = field(default_factory=GuardsConfig)
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
+    stages: dict[str, Any] = field(default_factory=dict)
+    """Keys that change at given steps: `{8200: {rollout: {max_context: 65536}}}` is DeepSeek-R1's longer context from
+    step 8,200 on. A stage keeps what earlier ones have set. `config/stages.py` lists the keys; a learning rate is the
+    peak of its schedule. Memory is planned for the largest stage, and prompts fit into the smallest context.
+    `control.yaml` in the run folder changes the same keys by hand, and takes precedence."""
     expect: dict[str, Any] = field(default_factory=dict)
     """Expected metrics, `{eval/reward_greedy: {min: 0.9}}`, also with `max` and `step`: tools/check_recipes.py runs
     the configuration and compares. The run itself ignores them."""
@@ -227,6 +233,7 @@ def from_dict(tree: dict[str, Any]) -> Config:
     if isinstance(name, str):  # `build_dataclass` rejects other types
         tree = apply_recipe(tree, name)
     config: Config = strict.build_dataclass(Config, tree, "", root=Config)
+    parse_stages(config)
     return expand_config_paths(config)
 
 

@@ -115,6 +115,17 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
+    synonyms = {
+        "tensor_model_parallel_size": "tp",
+        "tensor_parallel_size": "tp",
+        "pipeline_model_parallel_size": "pp",
+        "pipeline_parallel_size": "pp",
+        "virtual_pipeline_model_parallel_size": "vpp",
+        "context_parallel_size": "cp",
+        "expert_model_parallel_size": "ep",
+        "expert_parallel_size": "ep",
+        "expert_tensor_parallel_size": "etp",
+    }
     world_size: Ranks = 1
     """Ranks of the whole job. `torchrun` must start this many; without it they are started for you on one machine."""
     ranks_per_node: Ranks = 8
@@ -465,6 +476,12 @@ class KLConfig:
     """Upper bound of the coefficient under the adaptive controller."""
     horizon: PositiveInt = 10000
     """Rollouts over which the adaptive controller closes the gap."""
+    refresh_reference_every: NonNegativeInt = 0
+    """Steps after which the policy's current weights become the reference, again and again, as in DeepSeek-R1
+    (arXiv:2501.12948, every 400 steps); 0 keeps the weights of `model.path`. The KL, `kl.target` and `guards.kl` are
+    relative to the present reference: the KL restarts at 0 after each refresh, and an adaptive coefficient carries on
+    from its value, so it falls until the KL is back at its target; `kl.target: null` keeps it fixed. Takes as much host
+    memory as without, or with LoRA that of a copy of the adapters; checkpoints then hold the reference, too."""
 
     @property
     def resolved_estimator(self) -> Literal["k1", "k2", "k3", "k3_unbiased"]:

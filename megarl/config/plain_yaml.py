@@ -61,6 +61,8 @@ class _Loader(yaml.SafeLoader):
         seen: dict[str, int] = {}
         for key in keys:
             line = key.start_mark.line + 1
+            if key.tag == f"{_TAG}int" and key.value.isdecimal():
+                key.tag = f"{_TAG}str"  # a step of `stages`
             if key.tag != f"{_TAG}str":
                 shown = (key.value or "null") if isinstance(key, yaml.ScalarNode) else "a list or mapping"
                 raise ConfigError(f"{self.where}, line {line}: {shown} is not a key")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megarl.observe.clock import Clock
     from megarl.observe.run_log import RunLog
     from megarl.parallel.ranks import Job
-    from megarl.workers.actor import ActorWorker, ReferenceWorker
+    from megarl.workers.actor import ActorWorker, ReferenceWorker, SeparateReferenceWorker
     from megarl.workers.context import Worker
     from megarl.workers.critic import CriticWorker, RewardModelWorker
     from megarl.workers.reward import RewardWorker
@@ -47,7 +47,7 @@ class Flow(Protocol):
     """The workers by role, in the order in which they started."""
     rollout: RolloutWorker
     actor: ActorWorker
-    reference: ReferenceWorker
+    reference: ReferenceWorker | SeparateReferenceWorker
     critic: CriticWorker
     reward: RewardWorker
     reward_model: RewardModelWorker
@@ -124,6 +124,18 @@ class Controller(ABC):
     def __init__(self, config: Config) -> None:
         self.config = config
         self.options: Any = self.read_options(config)
+
+    def check_config(self, config: Config) -> None:
+        """Raise ConfigError for a configuration that the algorithm cannot change to during the run."""
+        self.read_options(config)
+
+    def set_config(self, config: Config) -> None:
+        """Set the configuration of the next step, also of controllers inside this one. Only keys of `config/stages.py`
+        change."""
+        self.config = config
+        for part in vars(self).values():
+            if isinstance(part, Controller):
+                part.set_config(config)
 
     @classmethod
     def read_options(cls, config: Config) -> Any:

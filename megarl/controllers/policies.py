@@ -65,6 +65,11 @@ class PoliciesController(PolicyController):
         super().__init__(config)
         self.controllers = {policy: cls(self.config_of(config, policy)) for policy, cls in self.algorithms.items()}
 
+    def set_config(self, config: Config) -> None:
+        super().set_config(config)
+        for policy, algorithm in self.controllers.items():
+            algorithm.set_config(self.config_of(config, policy))
+
     @classmethod
     def config_of(cls, config: Config, policy: str) -> Config:
         """Return the configuration of a policy's algorithm; override it for other losses than the first's."""

@@ -7,7 +7,7 @@ do, the model is at fault and its worker ends the run (`workers/model_worker.py`
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -156,6 +156,13 @@ class PolicyUpdateController(PolicyController):
         kl = config.kl
         self.kl = AdaptiveKL(kl.coef, kl.target, kl.horizon, max_coef=kl.max_coef, max_kl=config.guards.kl)
         self.steps = 0
+
+    def set_config(self, config: Config) -> None:
+        """A new `kl.coef` replaces the adapted coefficient, also one that `guards.kl` has set to 0."""
+        if config.kl.coef != self.config.kl.coef:
+            self.kl = replace(self.kl, coef=config.kl.coef, initial=config.kl.coef)
+        self.kl = replace(self.kl, target=config.kl.target)
+        super().set_config(config)
 
     def collect_experience(self, flow: Flow, items: Sequence[Prompt]) -> Experience:
         """Sample the prompts, and score the rollouts if the algorithm has a reward."""

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 
 from megarl.cpu import sglang_gated_delta_net, sglang_images, sglang_sparse_attention, sglang_speculative
-from megarl.models import mxfp4
+from megarl.models import fp8, mxfp4
 from megarl.models.int4 import Int4Matrix, dequantise
 from megarl.parallel.job_secret import SECRET_ENV, SealedPickle, seal_object_collectives
 from megarl.parallel.rendezvous import bind_store_addresses
@@ -120,6 +120,7 @@ def register() -> None:
         _patch_image_processor()
         _patch_expert_parallel()
         _patch_int4_experts()
+        _patch_fp8()
         _patch_attention()
         _patch_gpt_oss()
         sglang_sparse_attention.install()
@@ -439,6 +440,44 @@ def local_int4_experts(
         return torch.stack([dequantise(part, x.dtype) for part in parts])
 
     return local_experts(x, weights, position[ids.long()], stack(w13), stack(w2))
+
+
+def _patch_fp8() -> None:
+    """Compute with FP8 matrices in blocks of 128, for which SGLang has kernels for GPUs and AMX only.
+
+    Parameters stay as the checkpoint has them, so that weight syncs write the same bytes as on a GPU. Activations are
+    not quantised: on a GPU they are rounded to FP8, too.
+    """
+    from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
+    from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod, Fp8MoEMethod
+    from sglang.srt.models.deepseek_common import deepseek_weight_loader
+
+    def apply_linear(self: Any, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+        return _linear(x, fp8.dequantise(layer.weight, layer.weight_scale_inv).to(x.dtype), bias)
+
+    def apply_experts(self: Any, layer: torch.nn.Module, dispatch_output: Any) -> Any:
+        weights, ids = dispatch_output.topk_output[:2]
+        x = dispatch_output.hidden_states
+        w13, w2 = (
+            torch.stack([fp8.dequantise(*pair).to(x.dtype) for pair in zip(matrices, scales, strict=True)])
+            for matrices, scales in (
+                (layer.w13_weight, layer.w13_weight_scale_inv),
+                (layer.w2_weight, layer.w2_weight_scale_inv),
+            )
+        )
+        return StandardCombineInput(hidden_states=local_experts(x, weights, ids, w13, w2))
+
+    dtypes = Fp8Config.get_supported_act_dtypes.__func__
+    Fp8Config.get_supported_act_dtypes = classmethod(lambda cls: [*dtypes(cls), torch.float32])
+    for method in (Fp8LinearMethod, Fp8MoEMethod):
+        method.process_weights_after_loading_block_quant = lambda self, layer: None
+    Fp8LinearMethod.apply, Fp8MoEMethod.apply = apply_linear, apply_experts
+    Fp8MoEMethod.create_moe_runner = lambda self, layer, config: setattr(self, "moe_runner_config", config)
+    # Latent attention multiplies by parts of this matrix.
+    deepseek_weight_loader.block_quant_to_tensor_quant = lambda weight, scale, block: (
+        fp8.dequantise(weight, scale).bfloat16(),
+        None,
+    )
 
 
 def _patch_attention() -> None:

@@ -342,7 +342,7 @@ def check_lengths(hf: HFConfig, config: Config, warnings: list[str]) -> None:
             f"{rollout.max_new_tokens=} leaves no room for a prompt in {rollout.max_context=}; lower the first or "
             "raise the second"
         )
-    if train.max_tokens_per_gpu < rollout.max_context:
+    if train.max_tokens_per_gpu * config.parallel.cp < rollout.max_context:
         warnings.append(
             f"{train.max_tokens_per_gpu=} is below {rollout.max_context=}: a longer conversation is a micro-batch of "
             "its own, and memory is planned for that"
@@ -383,6 +383,11 @@ def check_algorithm(config: Config, declared: Requirements, warnings: list[str])
         if declared.trained_roles:
             warnings.append("rollout.temperature=0: training on greedy rollouts explores nothing")
     if "reference" not in declared.roles:
+        if kl.refresh_reference_every:
+            raise ConfigError(
+                f"{kl.refresh_reference_every=}, but algorithm={name} with {kl.apply_to=} has no reference; set the "
+                "first to 0, or kl.apply_to to loss or reward"
+            )
         return
     if kl.apply_to == "loss" and kl.estimator == "k1":
         raise ConfigError(

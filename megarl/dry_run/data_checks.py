@@ -22,6 +22,7 @@ from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import Config, ConfigError
 from megarl.config.keys import max_pending_groups
 from megarl.config.server_args import tool_call_parsers
+from megarl.config.stages import smallest_context
 from megarl.data.datasets import (
     MAX_ROWS,
     answer_key,
@@ -124,7 +125,7 @@ class _RowChecker:
     """Minimum number of rows that are short enough."""
 
     def __post_init__(self) -> None:
-        self.max_prompt_tokens = self.config.rollout.max_context - 1
+        self.max_prompt_tokens = smallest_context(self.config) - 1
         self.positions = int(family_of(self.hf).gpt_kwargs(self.hf)["max_sequence_length"])
         self.max_pair_tokens = self.config.train.max_tokens_per_gpu * self.config.parallel.cp
 

@@ -19,7 +19,7 @@ from megarl.config import Config, ConfigError, strict
 from megarl.config.paths import is_hub_name
 from megarl.models.family import VALUE_HEAD, HFConfig, is_classifier
 from megarl.models.hf_folder import open_hf
-from megarl.models.memory import InferenceStage, classifier_stages, inference_stages
+from megarl.models.memory import InferenceStage, classifier_stages, inference_stages, unique_params
 from megarl.models.registry import family_of, load_hf_config, param_count
 from megarl.parallel.placement import (
     BUILTIN_ROLES,
@@ -34,7 +34,13 @@ from megarl.parallel.policy_configs import list_engine_roles, policy_config
 from megarl.rewards.reward_settings import options_without
 from megarl.rewards.sequence_classifier import ClassifierOptions, get_context_length, resolve_label
 from megarl.types.requirements import Requirements
-from megarl.workers.worker_registry import TEACHER, RegisteredWorker, resolve_worker, worker_options
+from megarl.workers.worker_registry import (
+    SEPARATE_REFERENCE,
+    TEACHER,
+    RegisteredWorker,
+    resolve_worker,
+    worker_options,
+)
 
 
 def policy_and_critic(
@@ -64,8 +70,8 @@ def policy_and_critic(
     if not path or _plans_as_policy(path, source, dry_run and bool(config.model.hf_config), warnings):
         return hf, hf
     critic = read_complete_folder(path, "critic.path", head=True)
-    reason = "the critic reads the policy's tokens, so it must share its tokenizer"
-    _check_vocab_size(hf, critic, source, reason)
+    reason = "the critic reads the policy's tokens, so it must have its tokenizer and vocabulary"
+    _check_vocab_size(hf, config, critic, source, reason, trains=True)
     return hf, critic
 
 
@@ -77,25 +83,38 @@ def _plans_as_policy(path: str, source: str, dry_run: bool, warnings: list[str])
     return is_missing
 
 
-def _check_vocab_size(hf: HFConfig, model: HFConfig, source: str, reason: str, may_be_larger: bool = False) -> None:
-    size, policy_size = model["vocab_size"], hf["vocab_size"]
-    if size != policy_size and not (may_be_larger and int(size) > int(policy_size)):
-        raise ConfigError(f"{source} has a vocabulary of {size}, the policy of {policy_size}; {reason}")
+def _check_vocab_size(
+    hf: HFConfig, config: Config, model: HFConfig, source: str, reason: str, trains: bool = False
+) -> None:
+    """Raise ConfigError if a model's embedding lacks a row for a token of the policy; it may have more rows.
+
+    Embeddings of the same tokenizer differ in padding, also between sizes of a family. A model that is not trained may
+    lack padding rows of the policy (`ModelWorker`); a critic would be updated on a token that it does not have.
+    """
+    size, policy_size, whose = int(model["vocab_size"]), int(hf["vocab_size"]), "the policy"
+    if not trains and config.model.path and Path(config.model.path).exists():
+        if ids := _read_vocabulary(config.model.path).values():
+            policy_size, whose = max(ids) + 1, "the policy's tokenizer"
+    if size < policy_size:
+        raise ConfigError(f"{source} has a vocabulary of {size}, {whose} one of {policy_size}; {reason}")
 
 
 def check_same_tokenizer(config: Config, source: str, path: str, reason: str) -> None:
-    """Raise ConfigError unless a model's tokenizer has the policy's vocabulary; skipped if the policy is not on disk.
+    """Raise ConfigError unless a model's tokenizer has all tokens of the policy's, with the same ids; it may have more.
+    Skipped if the policy is not on disk.
 
-    source: the key and the path. reason: why the vocabularies must be the same.
+    source: the key and the path. reason: why it must have them.
     """
     if not config.model.path or not Path(config.model.path).exists():
         return
     vocabulary, policy_vocabulary = _read_vocabulary(path), _read_vocabulary(config.model.path)
-    if vocabulary == policy_vocabulary:
+    if vocabulary and policy_vocabulary and policy_vocabulary.items() <= vocabulary.items():
+        return
+    if not vocabulary and not policy_vocabulary:
         return
     what = "one of them has no vocabulary to compare"
     if vocabulary and policy_vocabulary:
-        token, number = min(vocabulary.items() ^ policy_vocabulary.items(), key=lambda item: item[1])
+        token, number = min(policy_vocabulary.items() - vocabulary.items(), key=lambda item: item[1])
         what = f"they differ in {token!r}, token {number}"
     raise ConfigError(f"{source} has another tokenizer than model.path={config.model.path}: {what}; {reason}")
 
@@ -249,8 +268,9 @@ def read_served_models(
     configs = {}
     if reward_config := _reward_model(hf, config, declared, dry_run, warnings):
         configs["reward"] = reward_config
-    teachers = [role for role in declared.roles if resolve_worker(config, declared, role, worker_of(role)) == TEACHER]
-    configs |= _read_role_models(hf, config, declared, teachers, dry_run, warnings)
+    frozen = (TEACHER, SEPARATE_REFERENCE)
+    frozen_policies = [r for r in declared.roles if resolve_worker(config, declared, r, worker_of(r)) in frozen]
+    configs |= _read_role_models(hf, config, declared, frozen_policies, dry_run, warnings)
     engine_configs = {
         role: _engine_model(hf, config, role, dry_run, warnings)
         for role in list_engine_roles(config, declared.roles)
@@ -296,7 +316,7 @@ def _reward_model(
             f"{source} has no {VALUE_HEAD}: it is not a reward model; train one with algorithm=reward_model"
         )
     reason = "the reward model reads the policy's tokens, so it must have its tokenizer and vocabulary"
-    _check_vocab_size(hf, reward_config, source, reason)
+    _check_vocab_size(hf, config, reward_config, source, reason)
     check_same_tokenizer(config, source, path, reason)
     check_positions(reward_config, config, source)
     return reward_config
@@ -332,22 +352,30 @@ def _read_classifier(
 
 
 def _read_role_models(
-    hf: HFConfig, config: Config, declared: Requirements, teachers: Collection[str], dry_run: bool, warnings: list[str]
+    hf: HFConfig,
+    config: Config,
+    declared: Requirements,
+    frozen_policies: Collection[str],
+    dry_run: bool,
+    warnings: list[str],
 ) -> dict[str, HFConfig]:
     """Return config.json of the `roles` models that Megatron computes, by role; they must read the policy's token ids.
 
-    teachers: roles whose models compute log-probs of tokens.
+    frozen_policies: roles whose models compute log-probs of tokens.
     """
     warnings += [
         f"roles.{role} is set, but {declared.name} has no {role}" for role in config.roles if role not in declared.roles
     ]
     configs: dict[str, HFConfig] = {}
     for role in declared.roles:
-        if split_role(role)[0] in BUILTIN_ROLES or is_engine_role(config, role):
+        is_engine = is_engine_role(config, role)
+        if is_engine or (split_role(role)[0] in BUILTIN_ROLES and role != "reference"):
             continue
+        if role == "reference" and is_on_megatron(config, role) and not role_settings(config, role).model:
+            configs[role] = hf  # the policy's, on other ranks or in another layout
         path, key, is_megatron = role_settings(config, role).model, f"roles.{role}.model", is_on_megatron(config, role)
         source = f"{key}={path}"
-        if not path and role in teachers:
+        if not path and role in frozen_policies and role != "reference":
             raise ConfigError(f"{key} is not set; it must name the HF folder of the {role}")
         if not path:
             continue
@@ -358,12 +386,17 @@ def _read_role_models(
             folder_config(path, key)
             continue
         model = configs[role] = read_complete_folder(path, key, head=False)
-        if role in teachers and is_classifier(model):
+        if role in frozen_policies and is_classifier(model):
             raise ConfigError(
                 f"{source} is a classifier, {model['architectures'][0]}, which has no log-probs of tokens"
             )
-        reason = f"the {role} reads the policy's tokens, so it must have its tokenizer and at least its vocabulary"
-        _check_vocab_size(hf, model, source, reason, may_be_larger=True)
+        if role == "reference" and config.kl.refresh_reference_every and unique_params(hf) != unique_params(model):
+            raise ConfigError(
+                f"{source} with kl.refresh_reference_every={config.kl.refresh_reference_every}: that model has other "
+                "tensors than the policy, whose weights it cannot take; remove one of them"
+            )
+        reason = f"the {role} reads the policy's tokens, so it must have its tokenizer and vocabulary"
+        _check_vocab_size(hf, config, model, source, reason)
         check_same_tokenizer(config, source, path, reason)
         if declared.has_rollout:
             check_positions(model, config, source)

@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +21,7 @@ from rich.table import Table
 
 from megarl.checkpoint.disk_space import format_bytes
 from megarl.config import Config, ConfigError, ParallelConfig, Range, server_args, strict
+from megarl.config.stages import check_change, describe_stage, largest_config, parse_stages
 from megarl.controllers.controller import load_requirements, make_controller
 from megarl.controllers.rollout_correction import check_correction
 from megarl.dry_run import config_checks as checks
@@ -60,11 +61,11 @@ from megarl.types.requirements import Requirements
 from megarl.workers.worker_registry import RegisteredWorker, check_roles, check_user_workers, is_builtin, worker_options
 
 
-def check_sandbox(config: Config, declared: Requirements, warnings: list[str]) -> None:
+def check_sandbox(config: Config, declared: Requirements, warnings: list[str], dry_run: bool = False) -> None:
     """Export the settings to where `Sandbox.from_environment` reads them, and probe the sandbox if it is needed.
 
     Raises ConfigError if a configured function or environment runs in a sandbox (attribute `sandboxed`), and none
-    works.
+    works; in a dry run, which may be on another machine, this is a warning.
     """
     check_backend(config.sandbox)
     os.environ.update(to_environment(config.sandbox))
@@ -79,7 +80,11 @@ def check_sandbox(config: Config, declared: Requirements, warnings: list[str]) -
         with ThreadPoolExecutor(1) as thread:  # an event loop may be running in this thread
             backend_description = thread.submit(probe, config.sandbox).result()
     except ConfigError as error:
-        raise ConfigError(f"{sandboxed[0]} runs code that the policy writes: {error}") from None
+        text = f"{sandboxed[0]} runs code that the policy writes: {error}"
+        if not dry_run:
+            raise ConfigError(text) from None
+        warnings.append(f"the run would be rejected here: {text}")
+        return
     if config.sandbox.backend == "none":
         warnings.append(str(backend_description))
 
@@ -183,6 +188,8 @@ def validate(
     `registered`: workers that a script has registered; a custom reward worker needs no `reward.functions`. until: the
     step after which the run will stop, 0 for its last.
     """
+    if config.stages:
+        return _validate_stages(config, dry_run, registered, until)
     errors: list[str] = []
     warnings: list[str] = []
     rejected = Report(errors, warnings)
@@ -212,7 +219,7 @@ def validate(
     is_layout_valid = is_layout_valid and passes(checks.check_nodes, config, declared)
     passes(checks.check_run_dir, config)
     passes(parse_expectations, config)
-    passes(check_sandbox, config, declared, warnings)
+    passes(check_sandbox, config, declared, warnings, dry_run)
     passes(checks.check_algorithm, config, declared, warnings)
     passes(check_correction, config, declared)
     passes(check_guards, config, declared, warnings)
@@ -279,12 +286,44 @@ def validate(
         passes(checks.check_disk_space, hf, critic_hf, config, declared, warnings)
     stages = served.stages(config, declared)
     plans = {
-        group_label: plan_memory(hf, config, declared, critic_hf, stages, role, served.engine_configs)
-        for group_label, role in _group_ranks(config, declared.roles, stages).items()
+        group_label: plan_memory(hf, config, declared, critic_hf, stages, role, ranks, served.engine_configs)
+        for group_label, (role, ranks) in _group_ranks(config, declared.roles, stages).items()
     }
     (label, memory), *other_plans = plans.items()
     facts = _facts(hf, critic_hf, served, config, declared)
     return Report(errors, warnings, facts, memory, label if other_plans else "", dict(other_plans))
+
+
+def _validate_stages(
+    config: Config, dry_run: bool, registered: Mapping[str, RegisteredWorker] | None, until: int
+) -> Report:
+    """Check the configuration of each stage by itself; facts and memory are those of the largest values of all."""
+    try:
+        strict.check_dataclass(config)
+        stages = {1: config} | parse_stages(config)
+        for changed in stages.values():
+            check_change(config, changed, "stages: ")
+        planned = largest_config(config)
+    except ConfigError as error:
+        return Report([str(error)], [])
+    errors: list[str] = []
+    warnings: list[str] = []
+    facts: list[tuple[str, str]] = []
+    previous = config
+    for step, staged in stages.items():
+        report = validate(replace(staged, stages={}), dry_run, registered, until)
+        prefix = f"from step {step} on: " if step > 1 else ""
+        errors += [f"{prefix}{text}" for text in report.errors if text not in errors]
+        warnings += [f"{prefix}{text}" for text in report.warnings if text not in warnings]
+        if step > 1:
+            facts.append((f"from step {step} on", describe_stage(previous, staged)))
+        if step > config.run.num_rollout:
+            warnings.append(f"stages: the run ends after {config.run.num_rollout} steps, before {step}")
+        previous = staged
+    if errors:
+        return Report(errors, warnings)
+    largest = validate(replace(planned, stages={}), dry_run, registered, until)
+    return replace(largest, errors=errors, warnings=warnings, facts=largest.facts | {"stages": facts})
 
 
 def _check_chats(
@@ -302,25 +341,23 @@ def _check_chats(
             attempt(data_checks.check_offered_by_files, config, declared, chat.catalog)
 
 
-def _group_ranks(config: Config, roles: Sequence[str], served: Iterable[str]) -> dict[str, str]:
-    """Return a label for each set of ranks with the same roles -> the role whose model's stages they have.
+def _group_ranks(config: Config, roles: Sequence[str], served: Iterable[str]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return a label for each set of ranks with the same models -> the role whose stages they are planned by, and the
+    ranks.
 
-    The actor's ranks come first; the role is one with engines if there are only engines.
+    The actor's ranks come first; the role is one with engines if there are only engines. Functions need no significant
+    memory.
     """
     placement = placement_of(config)
     trained = [role for role in ("actor", "reward_model", "critic") if role in roles]
     trained += [role for role in roles if split_role(role)[0] == "actor" and role != "actor"]
-    role_by_label: dict[str, str] = {}
-    assigned: set[int] = set()
-    engine_roles = list_engine_roles(config, roles)
-    for role in (*trained, *served, *engine_roles):
-        # Functions need no significant memory. Engines have what is left.
-        ranks = placement.ranks_of(role)
-        ranks = tuple(sorted(set(ranks) - assigned)) if role in engine_roles else ranks
-        if ranks and not assigned & set(ranks):
-            assigned |= set(ranks)
-            role_by_label[_describe_ranks(placement, roles, ranks)] = role
-    return role_by_label
+    models = (*trained, *served, *list_engine_roles(config, roles))
+    ranks_by_models: dict[tuple[str, ...], list[int]] = {}
+    for rank in range(placement.world):
+        if local_models := tuple(role for role in models if rank in placement.ranks_of(role)):
+            ranks_by_models.setdefault(local_models, []).append(rank)
+    groups = sorted(ranks_by_models.items(), key=lambda group: models.index(group[0][0]))
+    return {_describe_ranks(placement, roles, ranks): (local_models[0], tuple(ranks)) for local_models, ranks in groups}
 
 
 def _describe_ranks(placement: Placement, roles: Sequence[str], ranks: Sequence[int]) -> str:

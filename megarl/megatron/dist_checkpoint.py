@@ -47,9 +47,12 @@ class StagedCheckpoint:
     """A planned save of a model; `write` writes this rank's files and `finish` the metadata.
 
     Planning and finishing are collective. With `staging`, tensors are copied, so that training may continue meanwhile.
+    is_reference: save only the weights of `MegatronModel.sharded_reference`.
     """
 
-    def __init__(self, model: MegatronModel, folder: Path, staging: StagingBuffer | None = None) -> None:
+    def __init__(
+        self, model: MegatronModel, folder: Path, staging: StagingBuffer | None = None, is_reference: bool = False
+    ) -> None:
         self._ranks = model.ranks
         ranks.run_on_all(
             lambda: folder.mkdir(parents=True, exist_ok=True), rank_zero_only=True, group=self._ranks.host_group
@@ -57,7 +60,7 @@ class StagedCheckpoint:
         _failures.clear()
         with self._activate_ranks():
             request = dist_checkpointing.save(
-                model.sharded_state_dict(),
+                model.sharded_reference() if is_reference else model.sharded_state_dict(),
                 str(folder),
                 strategies.TorchDistSaveShardedStrategy(thread_count=WRITERS),
                 async_sharded_save=True,
@@ -144,14 +147,14 @@ def async_copy_bytes(model: MegatronModel) -> int:
     return sum(tensor.nbytes for tensor in copied)
 
 
-def restore_model(model: MegatronModel, folder: Path) -> None:
+def restore_model(model: MegatronModel, folder: Path, is_reference: bool = False) -> None:
     """Load a `StagedCheckpoint` into a model built with the same settings, in the same or another layout.
 
     Collective over the model's ranks. Raises ConfigError if the checkpoint does not fit the model.
     """
     with ranks.use_layout(model.ranks):
         try:
-            template = model.sharded_state_dict(is_loading=True)
+            template = model.sharded_reference() if is_reference else model.sharded_state_dict(is_loading=True)
             with ranks.use_member_world():
                 state = dist_checkpointing.load(template, str(folder))
         except (
@@ -163,7 +166,10 @@ def restore_model(model: MegatronModel, folder: Path) -> None:
                 f"checkpoint {folder} does not fit this model ({' '.join(str(causes[0]).split())[:300]}); "
                 "resume with the model's settings of the run that wrote it"
             ) from None
-        model.load_state_dict(state)
+        if is_reference:
+            model.load_reference(state)
+        else:
+            model.load_state_dict(state)
 
 
 # --- patches of Megatron-Core ----------------------------------------------------------------------------------------
@@ -172,7 +178,7 @@ def restore_model(model: MegatronModel, folder: Path) -> None:
 def _prepare_write_data(self: Any, plan: Any, planner: Any) -> None:
     """Assign tensors to files. Unlike Megatron's version, do not copy views into newly allocated memory."""
     buckets = filesystem_async._split_by_size_and_type(self.thread_count, plan.items)
-    self.write_buckets, self.results_queue = [], queue.Queue()
+    self.write_buckets = []
     for items in filter(None, buckets):
         contents: tuple[list[Any], list[Any]] = [], []
         for item in items:
@@ -182,6 +188,7 @@ def _prepare_write_data(self: Any, plan: Any, planner: Any) -> None:
             )
         name = f"{plan.storage_data.prefix}{len(self.write_buckets)}{DEFAULT_SUFFIX}"
         self.write_buckets.append((os.path.join(self.checkpoint_dir, name), name, contents))
+    self.results_queue = queue.Queue() if self.write_buckets else None  # None: nothing to write, no results to wait for
 
 
 def _defer_failure(write: Callable[..., Any]) -> Callable[..., Any]:

@@ -42,6 +42,9 @@ from megarl.models.layout_algebra import Dim1Sharding, Param, Replicated, Sectio
 from megarl.models.lora_tables import LORA_A, LORA_B, adapted_weights, factor_names, factor_params, merge_adapter
 from megarl.models.registry import family_of
 
+STATE_PREFIX = "adapters."
+"""Beginning of the names of adapters in a model chunk's state dict."""
+
 
 class Adapter(torch.nn.Module):
     """The adapter of one linear layer, or one pair of factors per expert for grouped experts.

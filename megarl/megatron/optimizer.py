@@ -227,6 +227,14 @@ def set_schedule_step(scheduler: OptimizerParamScheduler, updates: int) -> None:
     scheduler.step(0)
 
 
+def set_peak_lr(scheduler: OptimizerParamScheduler, lr: float) -> None:
+    """Set the schedule's peak; its position and its shape stay."""
+    scheduler.max_lr = lr
+    for group in scheduler.optimizer.param_groups:
+        group["max_lr"] = lr
+    scheduler.step(0)
+
+
 def take_step(optimizer: Any, scheduler: OptimizerParamScheduler) -> tuple[float, bool]:
     """Take one update from reduced gradients. Return the gradient norm before clipping and whether it was taken.
 

@@ -31,7 +31,7 @@ from megarl.megatron.sparse_attention import collect_indexer_loss
 from megarl.models import int4
 from megarl.models.family import VALUE_HEAD
 from megarl.models.flops import quadratic_cost
-from megarl.models.layout_algebra import Param
+from megarl.models.layout_algebra import Param, shard
 from megarl.models.lora_tables import adapter_params
 from megarl.models.memory import critic_params
 from megarl.models.registry import family_of, num_trained_mtp
@@ -107,7 +107,7 @@ class MegatronModel:
     """A model on Megatron-Core with its optimizer and schedule. Weights are arbitrary until loaded.
 
     total_updates: optimizer steps of the whole run, for the learning-rate schedule.
-    trains: if False, the model has neither gradients nor an optimizer and is forward-only; its weights are loaded once.
+    trains: if False, the model has neither gradients nor an optimizer and is forward-only.
     """
 
     def __init__(
@@ -221,6 +221,28 @@ class MegatronModel:
             self.optimizer.reload_model_params()  # the fp32 masters
         self._round_int4_experts()
 
+    def load_tensors(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Replace every local parameter by its shard of full HF tensors, the (name, tensor) of `gather_hf`.
+
+        Those that this rank does not hold are skipped. Raises ValueError if a local parameter is missing.
+        """
+        local = self.local_params()
+        params = {item.name: param for param in self.params() if param.megatron in local for item in param.hf}
+        received: dict[str, dict[str, torch.Tensor]] = {}
+        missing = set(local)
+        for name, tensor in tensors:
+            if (param := params.get(name)) is None:
+                continue
+            full = received.setdefault(param.megatron, {})
+            full[name] = tensor
+            if len(full) == len(param.hf):
+                sizes = self.ranks.tp_size_and_rank(param.expert is not None)
+                local[param.megatron].copy_(shard(param, received.pop(param.megatron), *sizes))
+                missing.discard(param.megatron)
+        if missing:
+            raise ValueError(f"no tensors of {min(missing)} ({len(missing)} such)")
+        self._round_int4_experts()
+
     @torch.no_grad()
     def _round_int4_experts(self) -> None:
         """Round the routed experts of an INT4 checkpoint's policy to the values that the engine computes with.
@@ -259,11 +281,17 @@ class MegatronModel:
         return lora.disable_adapters(self.chunks)
 
     def host_copy(self) -> HostCopy:
-        """Return a copy of the local parameters for `swap_weights`."""
-        params = self.local_params().values()
-        copy = HostCopy(sum(tensor.nbytes for tensor in params))
-        copy.copy_from(map(tensor_bytes, params))
+        """Return a copy of the local weights for `swap_weights`: all parameters, or with LoRA the adapters."""
+        copy = HostCopy(sum(tensor.nbytes for tensor in self._swapped_tensors()))
+        self.update_host_copy(copy)
         return copy
+
+    def update_host_copy(self, copy: HostCopy) -> None:
+        """Copy the current weights into `copy`, a `host_copy`."""
+        copy.copy_from(map(tensor_bytes, self._swapped_tensors()))
+
+    def _swapped_tensors(self) -> list[torch.Tensor]:
+        return list((self.local_adapters() if self.config.lora.rank else self.local_params()).values())
 
     @contextmanager
     def swap_weights(self, copy: HostCopy) -> Iterator[None]:
@@ -272,12 +300,12 @@ class MegatronModel:
         Weights are exchanged in place, so `copy` holds the model's own weights within the block. No update may happen
         inside.
         """
-        params = [tensor_bytes(tensor) for tensor in self.local_params().values()]
-        copy.exchange(params)
+        weights = [tensor_bytes(tensor) for tensor in self._swapped_tensors()]
+        copy.exchange(weights)
         try:
             yield
         finally:
-            copy.exchange(params)
+            copy.exchange(weights)
 
     # ---- device memory
 
@@ -466,6 +494,10 @@ class MegatronModel:
             forward_only=forward_only,
         )
 
+    def set_peak_lr(self, lr: float) -> None:
+        """Set the peak of the learning-rate schedule, whose position stays."""
+        optimizer.set_peak_lr(self.scheduler, lr)
+
     # ---- state
 
     def save_snapshot(self) -> None:
@@ -483,15 +515,34 @@ class MegatronModel:
         """Return weights, optimizer and scheduler for `megatron.core.dist_checkpointing.save` and `load`."""
         with self._on_device():
             metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-            model = {
-                f"chunk{i}": unwrap(chunk).sharded_state_dict(metadata=metadata) for i, chunk in enumerate(self.chunks)
-            }
+            model = self._sharded_weights(metadata)
             return {
                 "model": model,
                 "optimizer": optimizer.sharded_state(self.optimizer, model, is_loading),
                 "scheduler": self.scheduler.state_dict(),
                 "guards": {"before": self._rollback_snapshot.previous_updates, **self.oom_retry.state_dict()},
             }
+
+    def _sharded_weights(self, metadata: dict[str, Any]) -> dict[str, Any]:
+        return {f"chunk{i}": unwrap(chunk).sharded_state_dict(metadata=metadata) for i, chunk in enumerate(self.chunks)}
+
+    def sharded_reference(self) -> dict[str, Any]:
+        """Return the weights of `swap_weights` alone, like `sharded_state_dict`."""
+        with self._on_device(states=False):
+            metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+            weights = self._sharded_weights(metadata)
+            if self.config.lora.rank:
+                weights = {
+                    chunk: {name: value for name, value in state.items() if name.startswith(lora.STATE_PREFIX)}
+                    for chunk, state in weights.items()
+                }
+            return {"model": weights}
+
+    def load_reference(self, state: dict[str, Any]) -> None:
+        """Load the result of `dist_checkpointing.load(model.sharded_reference(), folder)`."""
+        with self._on_device(states=False):
+            for i, chunk in enumerate(self.chunks):
+                unwrap(chunk).load_state_dict(state["model"][f"chunk{i}"], strict=not self.config.lora.rank)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the result of `dist_checkpointing.load(model.sharded_state_dict(is_loading=True), folder)`."""

@@ -8,11 +8,11 @@ overhead of CUDA, NCCL and the allocator is not counted.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from math import ceil, prod
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from megarl.config import Config, LoraConfig, ParallelConfig, RolloutConfig
 from megarl.models import int4
@@ -20,7 +20,7 @@ from megarl.models.activation_memory import DTYPE_BYTES, layer_elements, logits_
 from megarl.models.deepseek_sparse import indexer_types, is_indexer
 from megarl.models.family import HFConfig
 from megarl.models.fp8 import BLOCK, is_fp8, is_quantised
-from megarl.models.host_memory import checkpoint_copy
+from megarl.models.host_memory import PENDING_CHECKPOINT, checkpoint_copy
 from megarl.models.layout_algebra import (
     BEFORE_DECODER,
     TOWER,
@@ -36,7 +36,7 @@ from megarl.models.layout_algebra import (
 from megarl.models.lora_tables import adapter_params
 from megarl.models.pipeline_stages import stage_layers
 from megarl.models.registry import family_of, num_trained_mtp
-from megarl.parallel.placement import placement_of, role_config, split_role
+from megarl.parallel.placement import has_separate_reference, placement_of, role_config, split_role
 from megarl.parallel.policy_configs import policy_config, takes_turns
 from megarl.types.requirements import Requirements
 
@@ -107,9 +107,6 @@ class TrainedStage(NamedTuple):
     states: dict[str, int]
 
 
-Stage = TypeVar("Stage", InferenceStage, TrainedStage)
-
-
 class ElementCounts(NamedTuple):
     """Numbers of elements on a rank."""
 
@@ -126,23 +123,25 @@ def plan_memory(
     critic_hf: HFConfig | None = None,
     inference_models: Mapping[str, Sequence[InferenceStage]] | None = None,
     main_role: str = "",
+    ranks: Collection[int] = (),
     engine_models: Mapping[str, HFConfig] | None = None,
 ) -> list[StageMemory]:
     """Plan the memory of a rank of each pipeline stage of the actor, or of the reward model when that is trained.
 
-    Roles that `placement` puts on other ranks are left out. Raises ConfigError if the layout does not divide the model.
+    Roles that `placement` puts on other ranks are left out; of another role's stages on the ranks of a stage, the
+    fullest counts. Raises ConfigError if the layout does not divide the model.
 
-    critic_hf: None without a critic. If the critic has its own layout, the fullest of its stages on these ranks counts.
-    inference_models: stages of inference-only models by role; the fullest on these ranks counts.
-    main_role: the role to plan for instead; a role with engines for ranks with engines only, which have no stages.
+    critic_hf: None without a critic. inference_models: stages of inference-only models by role. main_role: the role to
+    plan for instead; a role with engines for ranks with engines only, which have no stages. ranks: those of its ranks
+    to plan for, all with the same models; by default all of them, where a role on some of them counts only there.
     engine_models: models of roles with engines besides `rollout`; on a rank only one role's are awake at a time.
     """
     lead = main_role or requirements.main_role
     placement, inference = placement_of(config), inference_models or {}
     engine_models = engine_models or {}
     other_actors = [role for role in requirements.trained_roles if split_role(role)[1] and role != lead]
-    local_roles, ranks = {lead}, set(placement.ranks_of(lead))
-    local_roles |= {role for role in engine_models if ranks & set(placement.ranks_of(role))}
+    ranks = set(ranks or placement.ranks_of(lead))
+    local_roles = {lead} | {role for role in engine_models if ranks & set(placement.ranks_of(role))}
     if lead != "rollout" and lead not in engine_models:
         roles = ("actor", "critic", "rollout", *other_actors, *inference)
         local_roles |= {role for role in roles if ranks & set(placement.ranks_of(role))}
@@ -167,13 +166,25 @@ def plan_memory(
     }
     lead_stages: Sequence[InferenceStage | TrainedStage] = inference.get(lead) or trained.get(lead) or ()
     layers = [stage.layers for stage in lead_stages] or [()]
+    models: dict[str, Sequence[InferenceStage | TrainedStage]] = {**trained, **inference}
+    stage_by_rank = {
+        role: _stage_by_rank(placement.ranks_of(role), len(models.get(role, layers)))
+        for role in (lead, *models)
+        if role in local_roles
+    }
     computes = trained or local_roles & inference.keys() - {"reward"}
     stages: list[StageMemory] = []
     for stage, stage_layer_ids in enumerate(layers):
         states: dict[str, int] = {}
         training = {"activations": 0, "logits": 0, "micro-batches": 0} if computes else {}
-        for model_stages in trained.values():
-            largest = max(_overlapping(model_stages, stage, len(layers)), key=lambda part: sum(part.states.values()))
+        stage_ranks = [rank for rank in ranks if stage_by_rank[lead][rank] == stage]
+        if not stage_ranks:
+            continue
+        for role, model_stages in trained.items():
+            numbers = {stage_by_rank[role][rank] for rank in stage_ranks if rank in stage_by_rank[role]}
+            if not numbers:
+                continue
+            largest = max((model_stages[number] for number in numbers), key=lambda part: sum(part.states.values()))
             states |= largest.states
             # One model computes at a time, so the larger of the two counts.
             training["activations"] = max(training["activations"], largest.activations)
@@ -184,7 +195,10 @@ def plan_memory(
             training["logits"] = logits_bytes(model["vocab_size"], model["hidden_size"], tp, tokens, at_once, size)
         generation, weight_sync, host = dict(engine), {}, checkpoint_copy(config, states, trained)
         for role in (role for role in inference if role in local_roles):
-            fullest = max(_overlapping(inference[role], stage, len(layers)), key=lambda part: part.weights)
+            numbers = {stage_by_rank[role][rank] for rank in stage_ranks if rank in stage_by_rank[role]}
+            if not numbers:
+                continue
+            fullest = max((inference[role][number] for number in numbers), key=lambda part: part.weights)
             if role == "reward":  # it scores while the engine is awake
                 states[REWARD_WEIGHTS] = fullest.weights
                 generation["reward model activations"] = fullest.activations
@@ -200,8 +214,18 @@ def plan_memory(
             engine_weights = own_engine.get(f"{engine_role} weights", 0)
             if staged := sync_staging_bytes(rollout.weight_sync_bucket_mb << 20, weights, engine_weights):
                 weight_sync.update({"engine weights": engine_weights, "reshard staging": staged})
-            if weights and "reference" in requirements.roles and not config.lora.rank:
-                host["reference weights"] = weights
+            if "reference" in requirements.roles:
+                is_refreshed, is_separate = config.kl.refresh_reference_every > 0, has_separate_reference(config)
+                if is_separate:
+                    copied = states.get("reference weights", 0)
+                elif config.lora.rank:  # gradients are fp32, of the adapters only
+                    copied = states.get("actor gradients", 0) // 4 * size if is_refreshed else 0
+                else:
+                    copied = weights
+                if copied and not is_separate:
+                    host["reference weights"] = copied
+                if copied and is_refreshed and config.run.save_every:  # staged, even without `run.save_async`
+                    host[PENDING_CHECKPOINT] = host.get(PENDING_CHECKPOINT, 0) + copied
             if weights and config.guards.ppo_kl:
                 host["last good policy"] = weights + states["actor optimizer"]
             if config.train.offload and states:
@@ -238,9 +262,9 @@ def engine_parts(hf: HFConfig, rollout: RolloutConfig, size: int) -> dict[str, i
     return parts
 
 
-def _overlapping(stages: Sequence[Stage], stage: int, count: int) -> Sequence[Stage]:
-    """Return another model's stages on the ranks of stage `stage` of `count`. Stages are runs of consecutive ranks."""
-    return stages[stage * len(stages) // count : -(-(stage + 1) * len(stages) // count)]
+def _stage_by_rank(members: Sequence[int], count: int) -> dict[int, int]:
+    """Return the pipeline stage of each rank of a model with `count` stages, which are runs of consecutive ranks."""
+    return {rank: index * count // len(members) for index, rank in enumerate(members)}
 
 
 def _trained_stages(hf: HFConfig, config: Config, role: str, tokens: int) -> list[TrainedStage]:

@@ -95,14 +95,34 @@ BANDS: dict[str, Band] = {
         low_remedy="check whether advantages are 0 (rollout/zero_spread_frac), or raise data.prompts_per_step",
         high_remedy="raise kl.coef, lower actor_optimizer.lr, or raise data.prompts_per_step",
     ),
+    # No lower bound: the first update of a step has a KL of 0, and so has a run with one update per step.
+    "actor/ppo_kl": Band(
+        "KL of the updates",
+        None,
+        0.03,
+        high_remedy="lower actor_optimizer.lr, loss.clip or run.num_update, or set guards.ppo_kl to roll back",
+    ),
     "perf/tokens_per_second_per_rank": Band(
         "tokens/s per rank",
         None,
         None,
         low_remedy="use tools/timeline.py to see what ranks wait for; a shared machine, long answers or a slow reward",
     ),
+    "perf/mfu": Band(
+        "MFU",
+        None,
+        None,
+        low_remedy="use tools/timeline.py to see what ranks wait for, or raise train.max_tokens_per_gpu",
+    ),
+    "perf/gpu_utilization": Band(
+        "GPU utilization",
+        None,
+        None,
+        low_remedy="use tools/timeline.py to see what ranks wait for; raise rollout.concurrency or "
+        "train.max_tokens_per_gpu, or set rollout.oversample or rollout.asynchronous",
+    ),
 }
-"""Default bands by metric. Throughput has none that fits every machine; `guards.bands` can set one."""
+"""Default bands by metric. Throughput and utilization have none that fits every machine; `guards.bands` can set one."""
 
 
 def load_bands(settings: GuardsConfig) -> dict[str, Band]:

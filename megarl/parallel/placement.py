@@ -21,10 +21,21 @@ BUILTIN_ROLES: dict[str, tuple[str, str]] = {
     "reward_model": ("model.path", "parallel"),
     "critic": ("critic.path", "critic.parallel"),
     "reward": ("reward.model", "roles.reward.parallel"),
-    "reference": ("", ""),
+    "reference": ("roles.reference.model", "roles.reference.parallel"),
     "rollout": ("", ""),
 }
 """Keys of each built-in role's model and layout; empty if it has none of its own."""
+
+_ROLE_NAMES = {
+    "actor": "policy policy_model actor_model trainer train training student learner",
+    "reference": "ref ref_policy ref_model reference_policy reference_model",
+    "critic": "value value_model value_function critic_model",
+    "reward": "rm reward_model reward_fn reward_function grader scorer",
+    "rollout": "generator generation rollout_engine inference sampler engine engines sglang vllm",
+    "teacher": "teacher_model distill_teacher",
+}
+ROLES_BY_OTHER_NAME = {name: role for role, names in _ROLE_NAMES.items() for name in names.split()}
+"""Names of roles in other projects, for suggestions in errors about unknown roles."""
 
 
 POLICY_ROLES = ("actor", "rollout", "reference")
@@ -72,7 +83,7 @@ def role_settings(config: Config, role: str) -> RoleConfig:
     """Return a role's settings. Raises ConfigError for invalid keys and for keys that belong to another section."""
     settings: RoleConfig = strict.build_dataclass(RoleConfig, config.roles.get(role, {}), f"roles.{role}.", root=Config)
     base, policy = split_role(role)
-    own_keys = BUILTIN_ROLES.get(base, ()) if base != "actor" or not policy else ()
+    own_keys = BUILTIN_ROLES.get(role, ()) if base == "actor" or not policy else ("", "")
     for name, key in zip(("model", "parallel"), own_keys, strict=False):
         if getattr(settings, name) and key != f"roles.{role}.{name}":
             actor = f"actor_{policy}; set roles.actor_{policy}.{name}" if policy else "actor; remove it"
@@ -117,10 +128,33 @@ def is_engine_role(config: Config, role: str) -> bool:
     return base == "rollout" or (base not in BUILTIN_ROLES and role_settings(config, role).backend == (SGLANG,))
 
 
+def has_separate_reference(config: Config) -> bool:
+    """Return whether the reference is a model of its own: on other ranks than the actor, in another layout, or of
+    another folder. Otherwise it is the actor's model with its initial weights."""
+    settings, placement = role_settings(config, "reference"), placement_of(config)
+    return bool(settings.model or settings.parallel or placement.ranks_of("reference") != placement.ranks_of("actor"))
+
+
+def _shares_actor(config: Config, role: str) -> bool:
+    base, policy = split_role(role)
+    return base == "reference" and (bool(policy) or not has_separate_reference(config))
+
+
 def is_on_megatron(config: Config, role: str) -> bool:
-    """Return whether the role has a model with a Megatron layout over its ranks."""
-    has_separate_model = split_role(role)[0] not in ("rollout", "reference") and has_model(config, role)
-    return has_separate_model and role_backends(config, role)[0] in ("", MEGATRON)
+    """Return whether the role has a model of its own, with a Megatron layout over its ranks."""
+    if split_role(role)[0] == "rollout" or _shares_actor(config, role):
+        return False
+    return has_model(config, role) and role_backends(config, role)[0] in ("", MEGATRON)
+
+
+def suggest_role(name: str, roles: Collection[str], where: str = "") -> str:
+    """Return a hint with the role that `name`, which is none of `roles`, most likely means; empty if there is none.
+
+    where: prefix of the role in the hint.
+    """
+    role = ROLES_BY_OTHER_NAME.get(name.lower(), "")
+    match = role if role in roles else closest_match(name, roles)
+    return f"; did you mean {where}{match}?" if match else ""
 
 
 def with_role(
@@ -135,8 +169,13 @@ def with_role(
             continue
         key = BUILTIN_ROLES[role][name == "parallel"] if role in BUILTIN_ROLES else f"roles.{role}.{name}"
         if not key:
-            raise ConfigError(f"register_worker({role!r}): the {role} has no separate {name}; remove it")
-        new_value = dataclasses.replace(config.parallel, **dict(parallel or {})) if key == "parallel" else value
+            remedy = "its engines serve the actor's" if name == "model" else "set rollout.tp and rollout.ep"
+            raise ConfigError(f"register_worker({role!r}): the {role} has no separate {name}; {remedy}")
+        new_value = value
+        if key == "parallel":
+            new_value = strict.build_dataclass(
+                ParallelConfig, dict(parallel or {}), "parallel.", Config, config.parallel
+            )
         config = _replace_path(config, key.split("."), new_value)
     return config
 
@@ -152,7 +191,15 @@ def _replace_path(section: Any, path: list[str], value: Any) -> Any:
 
 ALL, CPU = "all", "cpu"
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
-REMEDY = "write ranks as 0-3 or 0,2,5-6, or all, or cpu"
+_SLICE = re.compile(r"[0-9]*:[0-9]*(:[0-9]*)?")
+_UNIT = re.compile(r"(?:gpus?|cuda|devices?|ranks?)[: ]*(?=[0-9])", re.I)
+_NODES = re.compile(r"nodes?[: ]*(?=[0-9])", re.I)
+_COLOCATED = re.compile(r"co-?locate(?:d)?(?: with)?[: ]*", re.I)
+REMEDY = "write ranks as 0-3 or 0,2,5-6, or all, cpu, nodes 0-1, or another role, whose ranks it shares"
+
+
+_INDEPENDENT = ("actor", "rollout")
+"""Roles that are on all ranks by default; the others share the actor's."""
 
 
 @dataclass(frozen=True)
@@ -163,9 +210,34 @@ class Placement:
     role_ranks: Mapping[str, tuple[int, ...]]
 
     @classmethod
-    def parse(cls, placement: Mapping[str, Any], world: int) -> Placement:
-        """Parse the configuration's values. Raises ConfigError for unreadable values and ranks out of range."""
-        return cls(world, {role: _parse_ranks(role, value, world) for role, value in placement.items()})
+    def parse(cls, placement: Mapping[str, Any], world: int, ranks_per_node: int = 0) -> Placement:
+        """Parse the configuration's values: ranks as text or as a list, `nodes 0-1`, all, cpu, or another role, whose
+        ranks it shares. Raises ConfigError for unreadable values and ranks out of range.
+
+        ranks_per_node: 0 for a job on one node.
+        """
+        ranks_per_node = min(ranks_per_node or world, world)
+        role_ranks: dict[str, tuple[int, ...]] = {}
+
+        def ranks_of(role: str, following: tuple[str, ...] = ()) -> tuple[int, ...]:
+            if role in following:
+                chain = " -> ".join((*following, role))
+                raise ConfigError(f"placement: {chain} follow each other; name the ranks of one of them")
+            base, policy = split_role(role)
+            if role not in placement and policy:
+                return ranks_of(f"actor_{policy}" if base == "reference" else base, following)
+            if role not in placement:
+                return cls(world, {}).ranks_of(role) if role in _INDEPENDENT else ranks_of("actor", following)
+            if role not in role_ranks:
+                key = f"placement.{role}={strict.short_repr(placement[role]).strip(chr(39))}"
+                text = _to_text(placement[role], key)
+                if other := _parse_role(text, role, placement, key):
+                    role_ranks[role] = ranks_of(other, (*following, role))
+                else:
+                    role_ranks[role] = _parse_ranks(text, key, world, ranks_per_node)
+            return role_ranks[role]
+
+        return cls(world, {role: ranks_of(role) for role in placement})
 
     def ranks_of(self, role: str) -> tuple[int, ...]:
         """Return a role's ranks. By default actor and engines are on all ranks, another policy's on those of the first,
@@ -175,7 +247,7 @@ class Placement:
         base, policy = split_role(role)
         if policy:
             return self.ranks_of(f"actor_{policy}" if base == "reference" else base)
-        return tuple(range(self.world)) if role in ("actor", "rollout") else self.ranks_of("actor")
+        return tuple(range(self.world)) if role in _INDEPENDENT else self.ranks_of("actor")
 
     @property
     def is_colocated(self) -> bool:
@@ -204,34 +276,69 @@ def format_ranges(ranks: Sequence[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(firsts, lasts, strict=True))
 
 
-def _parse_ranks(role: str, value: Any, world: int) -> tuple[int, ...]:
-    text = str(value).replace(" ", "") if isinstance(value, str | int) and not isinstance(value, bool) else None
-    key = f"placement.{role}={strict.short_repr(value).strip(chr(39))}"
-    if text in (ALL, CPU):
-        return tuple(range(world)) if text == ALL else ()
+def _to_text(value: Any, key: str) -> str:
+    """Return a value of `placement` as text. Raises ConfigError for one that lists no ranks."""
+    if isinstance(value, Mapping):
+        if set(value) != {"ranks"}:
+            raise ConfigError(
+                f"{key}: {REMEDY}; layouts and models are in roles.ROLE and {{ranks: 0-3}} is the only key"
+            )
+        value = value["ranks"]
+    items = value if isinstance(value, list | tuple) else [value]
+    if not all(isinstance(item, str | int) and not isinstance(item, bool) for item in items):
+        raise ConfigError(f"{key} lists no ranks: {REMEDY}, or remove the role")
+    text = " ".join(",".join(map(str, items)).split())
     if not text:
         raise ConfigError(f"{key} lists no ranks: {REMEDY}, or remove the role")
-    ranks: set[int] = set()
-    for part in text.split(","):
+    return text
+
+
+def _parse_role(text: str, role: str, placement: Collection[str], key: str) -> str:
+    """Return the role that a value names, `actor` or `colocated with actor`; empty if it names ranks."""
+    name, num_prefixes = _COLOCATED.subn("", text, count=1)
+    if num_prefixes and not name:
+        return "" if role == "actor" else "actor"
+    if name in placement or name in BUILTIN_ROLES:
+        return name
+    if other := ROLES_BY_OTHER_NAME.get(name.lower()):
+        raise ConfigError(f"{key}: here {name} is the role {other}; write placement.{role}={other}")
+    if num_prefixes:
+        raise ConfigError(f"{key}: {name} is no role; name one, such as placement.{role}=actor")
+    return ""
+
+
+def _parse_ranks(text: str, key: str, world: int, ranks_per_node: int) -> tuple[int, ...]:
+    if text.lower() in (CPU, "host"):
+        return ()
+    if text.lower() == ALL or _COLOCATED.fullmatch(text):
+        return tuple(range(world))
+    unit, size, last_unit = "rank", 1, world - 1
+    if _NODES.match(text):
+        unit, size, last_unit = "node", ranks_per_node, world // ranks_per_node - 1
+        text = _NODES.sub("", text)
+    numbers: set[int] = set()
+    for part in (_UNIT.sub("", part.strip()).replace(" ", "") for part in text.split(",")):
+        if _SLICE.fullmatch(part):
+            raise ConfigError(f"{key}: {part} does not say whether the last {unit} is included; write the range as 0-3")
         match = _RANGE.fullmatch(part)
         if match is None:
             raise ConfigError(f"{key} is not a set of ranks, because {strict.short_repr(part)} is not: {REMEDY}")
         first, last = int(match[1]), int(match[2] or match[1])
         if first > last:
             raise ConfigError(f"{key}: the range {part} is descending; write {last}-{first}")
-        if last >= world:
+        if last > last_unit:
             raise ConfigError(
-                f"{key} names rank {last}, but the job has the ranks 0 to {world - 1}: name others, or raise "
+                f"{key} names {unit} {last}, but the job has the {unit}s 0 to {last_unit}: name others, or raise "
                 f"parallel.world_size={world}"
             )
-        if repeated := ranks & set(range(first, last + 1)):
-            raise ConfigError(f"{key} names rank {min(repeated)} twice; name it once")
-        ranks |= set(range(first, last + 1))
-    return tuple(sorted(ranks))
+        if repeated := numbers & set(range(first, last + 1)):
+            raise ConfigError(f"{key} names {unit} {min(repeated)} twice; name it once")
+        numbers |= set(range(first, last + 1))
+    return tuple(rank for number in sorted(numbers) for rank in range(number * size, (number + 1) * size))
 
 
 def placement_of(config: Config) -> Placement:
-    return Placement.parse(config.placement, config.parallel.world_size)
+    return Placement.parse(config.placement, config.parallel.world_size, config.parallel.ranks_per_node)
 
 
 def role_parallel(config: Config, role: str) -> ParallelConfig:
@@ -287,18 +394,17 @@ def describe_rank_roles(config: Config, roles: Iterable[str]) -> dict[int, str]:
 
 
 def check_placement(config: Config, roles: Collection[str], warnings: list[str]) -> None:
-    """Raise ConfigError if the roles of an algorithm cannot be placed as `placement` says; warn of unused ranks.
+    """Raise ConfigError if the roles of an algorithm cannot be placed as `placement` says; warn of ranks that wait.
 
-    Two roles must share all of their ranks or none. With partial overlap the remaining ranks would wait whenever the
-    other role computes, and some ranks would need memory for both while others lie idle. Engines are independent of
-    each other, so rollout may be on all ranks.
+    Roles may share all of their ranks, some, or none: every rank makes the same calls in the same order, so models on
+    overlapping ranks take turns, and no rank waits for one that waits for it. With partial overlap, the ranks of a role
+    outside the overlap are idle while its other ranks compute the other role.
     """
     for role in config.placement:
         if role not in roles:
-            near = closest_match(str(role), roles)
-            hint = f"; did you mean placement.{near}?" if near else ""
             raise ConfigError(
-                f"placement.{role}: {config.algorithm} has no such role{hint} (it has {', '.join(roles)})"
+                f"placement.{role}: {config.algorithm} has no such role{suggest_role(str(role), roles, 'placement.')} "
+                f"(it has {', '.join(roles)})"
             )
     placement = placement_of(config)
     for role in roles:
@@ -307,25 +413,25 @@ def check_placement(config: Config, roles: Collection[str], warnings: list[str])
             raise ConfigError(f"placement.{role}=cpu, but {what} on ranks: name ranks, or remove the role")
     for role in roles:
         base, policy = split_role(role)
-        actor = f"actor_{policy}" if policy else "actor"
-        if base != "reference" or placement.ranks_of(role) == placement.ranks_of(actor):
-            continue
-        raise ConfigError(
-            f"placement.{role}={placement.format_ranks(role)}, but the reference is the actor's model "
-            "with its first "
-            f"weights, and the {actor} is on {placement.format_ranks(actor)}: remove placement.{role}"
-        )
-    for role, other in combinations(roles, 2):
-        ranks_a, ranks_b = set(placement.ranks_of(role)), set(placement.ranks_of(other))
-        everywhere = any(
-            is_engine_role(config, name) and len(placement.ranks_of(name)) == placement.world for name in (role, other)
-        )
-        if ranks_a & ranks_b and ranks_a != ranks_b and not everywhere:
+        if policy and base == "reference" and placement.ranks_of(role) != placement.ranks_of(f"actor_{policy}"):
             raise ConfigError(
-                f"placement has the {role} on {placement.format_ranks(role)} and the {other} on "
-                f"{placement.format_ranks(other)}, which overlap: two roles must have the same ranks or disjoint "
-                f"ones (engines may also have all)"
+                f"placement.{role}={placement.format_ranks(role)}, but it is the model of actor_{policy} with other "
+                f"weights, and that is on {placement.format_ranks(f'actor_{policy}')}: remove placement.{role}"
             )
+    overlapping = []
+    models = [role for role in roles if has_model(config, role) and not _shares_actor(config, role)]
+    for role, other in combinations(models, 2):
+        ranks_a, ranks_b = set(placement.ranks_of(role)), set(placement.ranks_of(other))
+        is_everywhere = placement.world in (len(ranks_a), len(ranks_b))
+        if ranks_a & ranks_b and ranks_a != ranks_b and not is_everywhere:
+            overlapping.append(
+                f"{role} on {placement.format_ranks(role)} and {other} on {placement.format_ranks(other)}"
+            )
+    if overlapping:
+        warnings.append(
+            f"placement has {'; '.join(overlapping)}: where only some ranks are shared, the others wait while these "
+            "compute both roles in turn"
+        )
     for role in roles:
         if is_on_megatron(config, role):
             _check_model(config, placement, role)

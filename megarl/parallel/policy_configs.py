@@ -50,6 +50,8 @@ def _trained_policy_config(config: Config, policy: str) -> Config:
         if name in engine_settings or getattr(config.rollout, name) != value:
             key = f"roles.{rollout}.rollout.{name}" if name in engine_settings else f"rollout.{name}"
             raise ConfigError(f"{key}: not implemented for runs with several policies; remove it")
+    if config.kl.refresh_reference_every:
+        raise ConfigError("kl.refresh_reference_every: not implemented for runs with several policies; set it to 0")
     placement = placement_of(config)
     ranks = {name: placement.format_ranks(name) for name in (actor, rollout)}
     return dataclasses.replace(

@@ -7,6 +7,7 @@ answer cannot contain it. That separates it from the template; it does not keep 
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -69,10 +70,10 @@ class JudgeOptions(HttpOptions):
 
         concurrency, timeout: those of the engines.
         """
-        if remote := sorted({"url", "model", "concurrency", "private", "auth_env"} & set(options)):
+        if remote := sorted({"model", "concurrency", "private", "auth_env"} & set(options)):
             raise ConfigError(
                 f"{OPTIONS_PREFIX}{remote[0]} is for a judge outside of the job, and roles.judge has engines for it: "
-                "remove one of them"
+                f"remove one of them, or set {OPTIONS_PREFIX}url"
             )
         address = {"url": "http://127.0.0.1", "model": "judge", "private": True}
         return cls.read({"timeout": timeout, **options, **address, "concurrency": concurrency})
@@ -116,14 +117,16 @@ class Judge(HttpScorer):
     part, path, status_path = "judge", "/chat/completions", "/models"
     options: JudgeOptions
 
-    def __init__(self, options: JudgeOptions) -> None:
+    def __init__(self, options: JudgeOptions, is_own: bool = False) -> None:
+        """is_own: the job's engines serve it; see `at`."""
         super().__init__(options, "judge", batch_size=1)
+        self.is_own = is_own
         self._pattern = regex.compile(options.pattern)
 
     def at(self, url: str, api_key: str) -> Judge:
         """Return the same judge at another address."""
-        judge = Judge(replace(self.options, url=(f"{url}/v1",)))
-        judge._api_key = api_key
+        judge = copy.copy(self)
+        judge.options, judge._api_key = replace(self.options, url=(f"{url}/v1",)), api_key
         return judge
 
     def _encode(self, rollout: Rollout) -> Mapping[str, Any]:

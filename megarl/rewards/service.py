@@ -101,6 +101,8 @@ class HttpScorer(ABC):
 
     part: str
     """Name of its part of the reward."""
+    options_prefix = OPTIONS_PREFIX
+    """Prefix of its options in messages."""
     path, status_path = "", ""
     """Appended to the URLs of requests, and of the check whether they respond."""
 
@@ -217,7 +219,7 @@ class HttpScorer(ABC):
 
     def to_failure(self, url: str, problem: str) -> RewardFailure:
         """Return a one-line failure with secrets redacted."""
-        text = f"the {self.service_name} {url}: {problem}"
+        text = f"the {self.service_name} {url}: {problem.replace(OPTIONS_PREFIX, self.options_prefix)}"
         if self.options.auth_env or self._api_key:
             text = text.replace(self._secret().partition(" ")[2], "***")
         return RewardFailure(text)

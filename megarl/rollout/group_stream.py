@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from megarl.config import OnWeightSync
+from megarl.config import OnWeightSync, RolloutConfig
 from megarl.engine.engine_protocol import EngineLost, Policy
 from megarl.rollout.conversation import RolloutContext
 from megarl.rollout.group_queue import GroupQueue
@@ -82,6 +82,10 @@ class GroupStream:
         """True from the loss of the engine until `reconnect`."""
         self._num_interrupted = self._num_restarted = 0
         self._collected_at, self._busy_seconds = time.monotonic(), 0.0
+
+    def set_config(self, config: RolloutConfig) -> None:
+        """Use these settings for groups that start from now on. May be called in any thread."""
+        self._context = replace(self._context, config=config)
 
     async def admit(self, prompts: Sequence[Prompt], seed: int) -> None:
         """Allow the groups of one more step to start, with the seeds that the step itself would use."""

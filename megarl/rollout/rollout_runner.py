@@ -87,6 +87,14 @@ class RolloutRunner:
         self._pause_lock, self._is_paused = asyncio.Lock(), False
         """Held while no request may be sent to the engine."""
 
+    def set_config(self, config: RolloutConfig) -> None:
+        """Use these settings for conversations that start from now on; a stream also for the limits of running ones."""
+        self._config = config
+        if self._stream is not None:
+            self._stream.set_config(config)
+        if self._session_server is not None:
+            self._session_server.set_config(config)
+
     def generate(self, prompts: Sequence[Prompt], **settings: Any) -> GenerationResult:
         """Run `start_generation` and wait for its result."""
         return self.start_generation(prompts, **settings).result()

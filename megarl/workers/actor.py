@@ -9,16 +9,19 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from megarl.checkpoint.export import gather_hf
 from megarl.config import ConfigError, LoraConfig
+from megarl.megatron.trainer_model import MegatronModel
 from megarl.models.family import is_classifier
 from megarl.models.hf_folder import save_adapter, save_hf
 from megarl.models.lora_tables import adapted_weights, peft_config, peft_tensors
 from megarl.models.registry import load_hf_config
 from megarl.observe.clock import REMOTE
-from megarl.parallel.placement import role_config, role_settings
-from megarl.parallel.ranks import run_on_all
+from megarl.parallel.host_copy import HostCopy
+from megarl.parallel.placement import placement_of, role_config, role_settings
+from megarl.parallel.ranks import broadcast_object, new_host_group, run_on_all
 from megarl.parallel.wait_listeners import track_progress
 from megarl.types import ModelOutput, TrainBatch
 from megarl.workers.context import Context, Worker
@@ -83,53 +86,84 @@ class ActorWorker(TrainingWorker):
 
 
 class ReferenceWorker(Worker):
-    """Keeps a host copy of the actor's weights as loaded from `model.path`; with LoRA none, since these weights never
-    change. There is no second model on the device. It is colocated with the actor."""
+    """Keeps a host copy of the actor's weights: those loaded from `model.path`, or those of the last `refresh`
+    (`kl.refresh_reference_every`). With LoRA the copy has the adapters only, and there is none without refreshes, since
+    the weights of `model.path` never change. There is no second model on the device. It is colocated with the actor;
+    for a reference on other ranks see `SeparateReferenceWorker`."""
 
     def __init__(self, context: Context, actor: ActorWorker) -> None:
         super().__init__(context)
         self.actor = actor
+        self.version = 0
+        """Number of refreshes so far: 0 is `model.path`."""
         self.use_reference_weights: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._copy: HostCopy | None = None
 
     def start(self) -> None:
-        model = self.actor.model
-        if model is not None:
-            self.use_reference_weights = (
-                model.without_adapters if self.config.lora.rank else partial(model.swap_weights, model.host_copy())
-            )
+        if self.actor.model is None:
+            return
+        if self.config.lora.rank and not self.config.kl.refresh_reference_every:
+            self.use_reference_weights = self.actor.model.without_adapters
+        else:
+            self._copy_weights(self.actor.model)
+
+    def _copy_weights(self, model: MegatronModel) -> None:
+        self._copy = model.host_copy()
+        self.use_reference_weights = partial(model.swap_weights, self._copy)
+
+    def refresh(self, actor: ActorWorker) -> None:
+        """Make the policy's current weights the reference. All ranks call it."""
+        with self.clock.phase("reference_refresh", REMOTE if actor.model is None else "reference"):
+            self.version += 1
+            if actor.model is not None:
+                assert self._copy is not None
+                actor.model.update_host_copy(self._copy)
+
+    @property
+    def saved_model(self) -> MegatronModel | None:
+        """The model that has the reference's weights within `use_reference_weights`, on its ranks."""
+        return self.actor.model
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's copy."""
+        return self._copy.size if self._copy is not None else 0
+
+    def restore_version(self, version: int, load: Callable[[MegatronModel], None]) -> None:
+        """Restore the weights of a checkpoint, which `load` loads into the model that it is called with."""
+        self.version = version
+        if version and (model := self.actor.model) is not None:
+            if self._copy is None:  # `kl.refresh_reference_every` has been set to 0 since
+                self._copy_weights(model)
+            with self.use_reference_weights():
+                load(model)
+
+    def metrics(self) -> dict[str, float]:
+        is_refreshed = self.version or self.config.kl.refresh_reference_every
+        return {"actor/reference_version": float(self.version)} if is_refreshed else {}
 
     def forward(self, batch: TrainBatch) -> Future[ModelOutput]:
         """Return log-probs, [T]. The reference routes for itself: the recorded experts are those of other weights."""
         name = self.context.role or "reference"
         with self.clock.phase(f"{name}_logprobs", REMOTE if self.actor.model is None else name):
-            what, temperature = "log-probs with the initial weights", self.actor.temperature
+            what, temperature = "log-probs with the reference's weights", self.actor.temperature
             return self.actor._forward(
                 batch.with_(routing=None, sparse_indices=None), what, temperature, context=self.use_reference_weights()
             )
 
 
-class TeacherWorker(ModelWorker):
-    """Runs on Megatron, in its own layout on its own ranks. It reads the engine's token ids, so it must have the
-    policy's vocabulary. For a controller that lists the role `teacher`, or another name in its `workers`:
-
-        roles: {teacher: {model: /models/big, parallel: {tp: 2}}}
-        placement: {actor: 0-1, teacher: 2-3}
-    """
+class FrozenPolicyWorker(ModelWorker):
+    """Base of policies that are not trained: a Megatron model in its own layout on its own ranks. It reads the engine's
+    token ids, so it must have the policy's vocabulary. It routes for itself: the recorded experts are the policy's."""
 
     role = "actor"
 
-    def start(self) -> None:
-        path = role_settings(self.config, self.name).model
-        if not path:
-            raise ConfigError(
-                f"roles.{self.name}.model is not set; it must name the HF folder of the {self._display_name}"
-            )
+    def load(self, path: str) -> None:
+        """Build the model of an HF folder on the role's ranks."""
         hf, config = load_hf_config(path), role_config(self.config, self.name)
         if is_classifier(hf):
             raise ConfigError(f"roles.{self.name}.model={path} is a classifier, which has no log-probs of tokens")
-        train = dataclasses.replace(
-            config.train, routing_replay=False, sparse_index_replay=False
-        )  # records hold the policy's experts
+        train = dataclasses.replace(config.train, routing_replay=False, sparse_index_replay=False)
         self.build(hf, path, dataclasses.replace(config, train=train, lora=LoraConfig()), trains=False)
 
     def forward(self, batch: TrainBatch, temperature: float | None = None) -> Future[ModelOutput]:
@@ -142,3 +176,103 @@ class TeacherWorker(ModelWorker):
     @property
     def _remedy(self) -> str:
         return f"check the model of roles.{self.name}.model"
+
+
+class SeparateReferenceWorker(FrozenPolicyWorker):
+    """A reference with a model of its own, so that it may have other ranks than the actor, another layout, or another
+    folder of the same vocabulary:
+
+        roles: {reference: {model: /models/big, parallel: {tp: 2}}}     # default: model.path and `parallel`
+        placement: {actor: 0-1, reference: 2-3}
+    """
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.version = 0
+        """Number of refreshes so far: 0 is the folder that it was loaded from."""
+
+    def start(self) -> None:
+        self.load(role_settings(self.config, self.name).model or self.config.model.path)
+
+    def wait_ready(self) -> None:
+        super().wait_ready()
+        source = placement_of(self.config).ranks_of("actor")[0]
+        self._refresh_ranks = sorted({source, *self.members})
+        self._refresh_group = new_host_group(self._refresh_ranks)
+        self._source = self._refresh_ranks.index(source)
+
+    def refresh(self, actor: ActorWorker) -> None:
+        """Make the policy's current weights, with adapters merged, the reference's. All ranks call it. The reference
+        must be of the actor's architecture.
+
+        The actor gathers its tensors one bucket at a time, and its first rank sends each to all of the reference's
+        ranks, over the host: seconds per GB, for a refresh every some hundred steps.
+        """
+        self.version += 1
+        with self.clock.phase("reference_refresh", self.phase_owner):
+            tensors = self._receive_tensors(actor)
+            if self.model is not None:
+                self.model.load_tensors(tensors)
+            for _ in tensors:  # other ranks take part in gathering and sending
+                pass
+
+    @property
+    def saved_model(self) -> MegatronModel | None:
+        """The model that has the reference's weights, on its ranks."""
+        return self.model
+
+    def use_reference_weights(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's weights."""
+        return 0 if self.model is None else sum(tensor.nbytes for tensor in self.model.local_params().values())
+
+    def restore_version(self, version: int, load: Callable[[MegatronModel], None]) -> None:
+        """Restore the weights of a checkpoint, which `load` loads into the model that it is called with."""
+        self.version = version
+        if version and self.model is not None:
+            load(self.model)
+
+    def metrics(self) -> dict[str, float]:
+        is_refreshed = self.version or self.config.kl.refresh_reference_every
+        return super().metrics() | ({"actor/reference_version": float(self.version)} if is_refreshed else {})
+
+    def _receive_tensors(self, actor: ActorWorker) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the actor's full HF tensors, on the host of the reference's ranks and of the actor's first rank."""
+        local = actor.hf_tensors() if actor.model is not None else iter(())
+        while True:
+            item = next(local, None)
+            if self.job.rank not in self._refresh_ranks:
+                if item is None:
+                    return
+                continue
+            header = None if item is None else (item[0], list(item[1].shape), str(item[1].dtype).removeprefix("torch."))
+            header = broadcast_object(header, self._source, self._refresh_group)
+            if header is None:
+                return
+            name, shape, dtype = header
+            is_source = self.job.rank == self._refresh_ranks[self._source]
+            tensor = item[1].cpu() if is_source and item else torch.empty(shape, dtype=getattr(torch, dtype))
+            dist.broadcast(tensor, group_src=self._source, group=self._refresh_group)
+            yield name, tensor
+
+
+class TeacherWorker(FrozenPolicyWorker):
+    """A teacher, for a controller that lists the role `teacher`, or another name in its `workers`.
+
+    Its model is always named, its layout and ranks where they differ from the actor's:
+
+        roles: {teacher: {model: /models/big, parallel: {tp: 2}}}
+        placement: {actor: 0-1, teacher: 2-3}
+
+    """
+
+    def start(self) -> None:
+        path = role_settings(self.config, self.name).model
+        if not path:
+            raise ConfigError(
+                f"roles.{self.name}.model is not set; it must name the HF folder of the {self._display_name}"
+            )
+        self.load(path)

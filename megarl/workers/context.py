@@ -109,16 +109,13 @@ class Worker:
     def wait_ready(self) -> None:
         return None
 
-    def controls(self) -> Mapping[str, Callable[[Any], Any]]:
-        """Return the keys that may change during the run, each with a parser of the user's input.
-
-        Parsers raise ConfigError for invalid input; see `observe.control`.
-        """
-        return {}
-
-    def set_control(self, key: str, value: Any) -> None:
-        """Apply a parsed value of one of `controls`; called on all ranks at the same step."""
+    def check_config(self, config: Config) -> None:
+        """Raise ConfigError for a configuration that the worker cannot change to during the run."""
         return None
+
+    def set_config(self, config: Config) -> None:
+        """Set the configuration of the next step; called on all ranks. Only keys of `config/stages.py` change."""
+        self.config = config
 
     def metrics(self) -> dict[str, float]:
         """Return the worker's own metrics of the step."""

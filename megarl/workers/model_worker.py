@@ -11,6 +11,7 @@ need not know: rows are sent for skipped updates, too.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, NoReturn
@@ -26,7 +27,7 @@ from megarl.models.flops import model_flops
 from megarl.observe.clock import REMOTE
 from megarl.observe.mfu import RoleFlops
 from megarl.parallel import ranks
-from megarl.parallel.placement import placement_of
+from megarl.parallel.placement import placement_of, role_parallel
 from megarl.types import LOCAL, ModelOutput, TrainBatch
 from megarl.types.batch import select_columns
 from megarl.workers.context import Context, Worker
@@ -53,6 +54,8 @@ class ModelWorker(Worker):
         """Name of the role in this flow; `role` is the kind of model it has."""
         self.members = placement_of(self.config).ranks_of(self.name)
         self.is_disaggregated = len(self.members) < self.job.world
+        self.vocab_size: int | None = None
+        """Rows of the model's embedding; None until `build`."""
         self.work: RoleFlops | None = None
         """FLOP counts of the model, known to every rank; None until `build`."""
 
@@ -64,6 +67,7 @@ class ModelWorker(Worker):
                     f"roles.{self.name}.model is not set; it must name the HF folder of the {self._display_name}"
                 )
             lora = config.lora if trains else None
+            self.vocab_size = int(hf["vocab_size"])
             flops = model_flops(hf, lora, has_scalar_head=self.role != "actor")
             # A reward model has no phase of its own: it scores along with the other parts of the reward.
             phase = f"{self.name}_update" if trains else f"{self.name}_logprobs" if self.role == "actor" else ""
@@ -84,6 +88,14 @@ class ModelWorker(Worker):
             dispatcher = ranks.broadcast_object(dispatcher, self.members[0])
         assert dispatcher is not None
         self.distribution: BatchDispatcher = dispatcher
+
+    def set_config(self, config: Config) -> None:
+        if config.train.max_tokens_per_gpu != self.config.train.max_tokens_per_gpu:
+            budget = config.train.max_tokens_per_gpu * role_parallel(config, self.name).cp
+            self.distribution.token_budget = budget
+            if self.model is not None:
+                self.model.oom_retry.token_budget = budget
+        super().set_config(config)
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of `guards.oom_retry`, on which the role's ranks have agreed, on all ranks; empty if it is
@@ -113,10 +125,17 @@ class ModelWorker(Worker):
     ) -> Future[ModelOutput]:
         """Begin a forward pass; the returned future raises ConfigError for output that is not finite.
 
+        A policy may sample an id of a padding row of its embedding. A model with fewer rows has no value for it: its
+        output is NaN from there to the end of the sequence.
+
         what: name of the output in that error. within: context that the role's ranks enter for the pass. every: whether
         all values must be finite; if False, those of action tokens in at least half of the sequences; if None, none.
         """
         names = OUTPUT_NAMES[self.role]
+        unknown: torch.Tensor | None = None
+        if self.vocab_size is not None and bool((batch.tokens >= self.vocab_size).any()):
+            unknown = _from_first(batch.tokens >= self.vocab_size, batch.cu_seqlens)
+            batch = batch.with_(tokens=batch.tokens.clamp(max=self.vocab_size - 1))
         if self.work is not None:
             self.work.add_forward(batch.lengths.tolist())
         if self.model is None:
@@ -128,6 +147,8 @@ class ModelWorker(Worker):
 
         def receive() -> ModelOutput:
             values = read()
+            if unknown is not None:
+                values = {name: value.masked_fill(unknown, math.nan) for name, value in values.items()}
             if all_tokens is not None:
                 self.check_finite({what: values[names[0]]}, batch, all_tokens, tolerate_minority=not all_tokens)
             return ModelOutput(**values)
@@ -179,6 +200,12 @@ class ModelWorker(Worker):
     def _remedy(self) -> str:
         optimizer = "actor_optimizer" if self.role == "actor" else "critic.optimizer"
         return f"check the rewards and the data, or lower {optimizer}.lr"
+
+
+def _from_first(flags: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """Return [T] bool: True from the first True of each sequence of `flags`, [T], to the sequence's end."""
+    counts = torch.cat([cu_seqlens.new_zeros(1), flags.cumsum(0)])
+    return counts[1:] > torch.repeat_interleave(counts[cu_seqlens[:-1]], cu_seqlens.diff())
 
 
 def _any_per_sequence(batch: TrainBatch, where: torch.Tensor) -> torch.Tensor:
@@ -236,6 +263,12 @@ class TrainingWorker(ModelWorker):
         """Step of the first skipped update, and the error message; set on the role's ranks once too many in a row were
         skipped."""
         self._kl_rollback = KLRollback(self.config.guards.ppo_kl if self.role == "actor" else None)
+
+    def set_config(self, config: Config) -> None:
+        super().set_config(config)
+        if self.model is not None:
+            settings = config.actor_optimizer if self.role == "actor" else config.critic.optimizer
+            self.model.set_peak_lr(settings.lr)
 
     def update(self, batch: TrainBatch, loss_fn: LossFn) -> UpdateMetrics:
         """Take one optimizer step on a mini-batch that has `loss_weights`. All ranks call it.

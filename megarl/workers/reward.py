@@ -10,15 +10,15 @@ from __future__ import annotations
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from dataclasses import replace
 from itertools import islice
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 
-from megarl.config import ConfigError
+from megarl.config import Config, ConfigError
 from megarl.parallel import row_exchange
 from megarl.parallel.placement import engine_ranks, split_role
 from megarl.parallel.policy_configs import JUDGE, policy_config
@@ -36,10 +36,14 @@ from megarl.rewards.functions import check_function, load_functions
 from megarl.rewards.judge import Judge
 from megarl.rewards.reward_pool import PendingVerdicts, RewardPool, Verdicts
 from megarl.rewards.reward_process import GRACE_S, MAX_CONCURRENT, score
-from megarl.rewards.reward_settings import build_service, check_names, check_weights, has_environment_reward
+from megarl.rewards.reward_settings import build_services, check_names, check_weights, has_environment_reward
+from megarl.rewards.service import HttpScorer
 from megarl.types import Reward, RewardResult, Rollout, Rollouts, Turn
 from megarl.workers.context import Context, Worker
 from megarl.workers.judge_engines import score_on_engines
+
+if TYPE_CHECKING:
+    from megarl.workers.engines import Engines
 
 
 class _HasDone(Protocol):
@@ -84,7 +88,8 @@ _MAX_PROCESSES = 64
 
 class RewardWorker(Worker):
     """The reward backends without a model: `pool` has functions only; `http` and `judge` add a part from a service,
-    which each rank asks about its own rollouts. Options are those of `rewards/service.py` or `rewards/judge.py`.
+    which each rank asks about its own rollouts. Options are those of `rewards/service.py` or `rewards/judge.py`; the
+    option `services` has further services and judges by name.
 
     Each generating rank calls `reward.functions` in a process pool, as soon as a conversation has ended. A function
     passed by a script as `reward_fn` runs in the ranks' own processes after all conversations have ended: the ranks of
@@ -97,10 +102,8 @@ class RewardWorker(Worker):
     def __init__(self, context: Context, reward_fn: Callable[[Rollout], Any] | None = None, **options: Any) -> None:
         super().__init__(context)
         config = self.config.reward
-        self.service = build_service(self.config, options)
-        self.judged_parts = tuple(
-            name for name in (self.model_part, "" if self.service is None else self.service.part) if name
-        )
+        self.services = build_services(self.config, options)
+        self.judged_parts = (*((self.model_part,) if self.model_part else ()), *self.services)
         """Names of the parts computed after all conversations have ended."""
         if reward_fn is not None:
             self.functions = {getattr(reward_fn, "__name__", "reward_fn"): check_function(reward_fn, "reward_fn")}
@@ -147,10 +150,15 @@ class RewardWorker(Worker):
         self.scored = []
 
     def start(self) -> None:
-        """Raises ConfigError if the service does not respond."""
-        if self.service is not None and JUDGE not in self.context.engines:
-            run_on_all(self.service.check_credentials)
-            run_on_all(self.service.check_reachable, rank_zero_only=True)
+        """Raises ConfigError if a service does not respond."""
+        for service in self.services.values():
+            if self._own_engines(service) is None:
+                run_on_all(service.check_credentials)
+                run_on_all(service.check_reachable, rank_zero_only=True)
+
+    def _own_engines(self, service: HttpScorer) -> Engines | None:
+        """Return the job's engines for this service; None if it is outside of the job."""
+        return self.context.engines.get(JUDGE) if isinstance(service, Judge) and service.is_own else None
 
     def wait_ready(self) -> None:
         """Raises ConfigError if the pool's processes cannot load the functions."""
@@ -200,10 +208,9 @@ class RewardWorker(Worker):
 
     def score_part(self, rollouts: Rollouts, part: str) -> Sequence[RewardResult]:
         """Return one of `judged_parts` for each local rollout. `rollouts` contains no aborted rollouts. Collective."""
-        service = self.service
-        assert service is not None and part == service.part
+        service = self.services[part]
         max_failed = self.config.reward.max_failed_frac * len(rollouts)
-        if isinstance(service, Judge) and (engines := self.context.engines.get(JUDGE)) is not None:
+        if isinstance(service, Judge) and (engines := self._own_engines(service)) is not None:
             num_engines = len(engines.engine_ranks)
             with engines.with_timeout(service.max_duration(-(-len(rollouts) // num_engines))):
                 return score_on_engines(engines, service, rollouts, max_failed)
@@ -217,11 +224,12 @@ class RewardWorker(Worker):
             run_on_all(ask_service)
         return results
 
-    def controls(self) -> Mapping[str, Callable[[Any], Any]]:
-        return {"reward.weights": lambda given: check_weights(given, self.parts)}
+    def check_config(self, config: Config) -> None:
+        check_weights(config.reward.weights, self.parts)
 
-    def set_control(self, key: str, value: Any) -> None:
-        self.weights = value
+    def set_config(self, config: Config) -> None:
+        super().set_config(config)
+        self.weights = check_weights(config.reward.weights, self.parts)
 
     def metrics(self) -> dict[str, float]:
         """Return the weights, if any, and the share of rollouts whose functions had finished when `score` started."""

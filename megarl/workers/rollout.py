@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from megarl.checkpoint.manifest import Write, write_nothing
-from megarl.config import ConfigError
+from megarl.config import Config, ConfigError
 from megarl.engine.engine_protocol import EngineLost
 from megarl.engine.sglang_engine import Engine
 from megarl.engine.tool_calls import check_parser
@@ -108,6 +108,11 @@ class RolloutWorker(Worker):
         super().begin_step(step)
         self._next_group = 0
         self.step_rollouts = []
+
+    def set_config(self, config: Config) -> None:
+        super().set_config(config)
+        if self._runner is not None:
+            self._runner.set_config(config.rollout)
 
     def start(self) -> None:
         self.engines.start()

@@ -12,11 +12,18 @@ from functools import partial
 from typing import Any
 
 from megarl.config import Config, ConfigError, plugins
-from megarl.config.strict import closest_match
-from megarl.parallel.placement import is_engine_role, role_backends, role_settings, split_role
+from megarl.parallel.placement import (
+    has_separate_reference,
+    is_engine_role,
+    role_backends,
+    role_settings,
+    split_role,
+    suggest_role,
+)
 from megarl.types.requirements import Requirements
 
 TEACHER = "megarl.workers.actor:TeacherWorker"
+SEPARATE_REFERENCE = "megarl.workers.actor:SeparateReferenceWorker"
 ENGINES = "megarl.workers.engines:EngineWorker"
 """Worker of a role that the built-in ones do not name, with `backend: sglang`."""
 WORKERS: dict[str, dict[str, str]] = {
@@ -55,9 +62,8 @@ def check_roles(config: Config, requirements: Requirements, registered: Mapping[
     """Raise ConfigError for a role without a worker, and for settings of an unknown role. Imports nothing."""
     for role in (*registered, *config.roles):
         if role not in requirements.roles and role not in WORKERS:
-            match = closest_match(str(role), requirements.roles)
-            hint = f"; did you mean {match}?" if match else ""
             where = f"register_worker({role!r})" if role in registered else f"roles.{role}"
+            hint = suggest_role(str(role), requirements.roles)
             raise ConfigError(
                 f"{where}: {requirements.name} has no such role{hint} (it has {', '.join(requirements.roles)})"
             )
@@ -75,6 +81,8 @@ def resolve_worker(
         return worker
     model, service = role_backends(config, role)
     backend = model or service
+    if role == "reference" and backend in ("", *builtin) and has_separate_reference(config):
+        return SEPARATE_REFERENCE
     if backend in builtin:
         return builtin[backend]
     if role in requirements.workers:

@@ -21,22 +21,26 @@ CASES = [
         "a word instead of ranks", ("placement.actor=first", "is not a set of ranks", "0,2,5-6"), "{actor: first}"
     ),
     placement_case("dots instead of a dash", ("'0..3'", "is not a set of ranks"), "{actor: 0..3}"),
-    placement_case("a list instead of ranks", ("placement.actor=[0, 1]", "write ranks as"), "{actor: [0, 1]}"),
+    placement_case("a fraction of a rank", ("placement.actor=[0, 1.5]", "write ranks as"), "{actor: [0, 1.5]}"),
+    placement_case("a slice of ranks", ("0:4 does not say whether the last rank", "0-3"), "{actor: '0:4'}"),
+    placement_case("a role of another project", ("placement.policy", "did you mean placement.actor"), "{policy: 0-3}"),
+    placement_case("ranks of a role elsewhere", ("write placement.critic=actor",), "{critic: policy}"),
+    placement_case("roles that follow each other", ("actor -> critic -> actor",), "{actor: critic, critic: actor}"),
     placement_case("a descending range of ranks", ("3-0 is descending", "0-3"), "{actor: 3-0}"),
     placement_case("a rank twice", ("names rank 2 twice",), "{actor: '0-3,2'}"),
     placement_case("a misspelt role", ("placement.critc", "did you mean placement.critic"), "{critc: 0-3}"),
     placement_case("a role of another algorithm", ("grpo has no such role",), "{critic: 0-3}", EIGHT, "algorithm=grpo"),
     placement_case(
-        "a reference on other ranks",
-        ("placement.reference=4-7", "remove placement.reference"),
-        "{actor: 0-3, reference: 4-7}",
+        "a layout that does not divide the reference's ranks",
+        ("the reference: placement.reference=4-6", "tp x pp"),
+        "{actor: 0-3, reference: 4-6}",
+        EIGHT,
+        "parallel.tp=2",
     ),
     placement_case("an actor without ranks", ("placement.actor=cpu", "name ranks"), "{actor: cpu}"),
     placement_case(
         "a model without ranks", ("reward.model runs",), "{reward: cpu}", EIGHT, "reward.model=FOLDER/model"
     ),
-    placement_case("roles with overlapping ranks", ("0-4", "4-7", "the same ranks"), "{actor: 0-4, critic: 4-7}"),
-    placement_case("engines on more ranks than the actor", ("0-3", "0-5", "rollout may"), "{actor: 0-3, rollout: 0-5}"),
     placement_case(
         "a layout that does not divide the actor's ranks",
         ("placement.actor=0-2", "2 and 4"),

@@ -122,8 +122,8 @@ CASES = [
     judge_case(
         "a URL beside its engines",
         "{backend: sglang, model: FOLDER/model}",
-        "roles.reward.options.url is for a judge outside of the job",
-        reward="{backend: judge, options: {url: 'http://a'}}",
+        "roles.judge has engines for a judge, but there is none without a url",
+        reward="{backend: judge, options: {url: 'http://a', model: m}}",
     ),
     judge_case(
         "engines that nobody asks",
@@ -145,7 +145,12 @@ CASES = [
     teacher_case(
         "another tokenizer", "has another tokenizer than model.path", "the teacher reads", prepare=swapped_tokens
     ),
-    teacher_case("a smaller vocabulary", "has a vocabulary of 512", "at least its vocabulary", prepare=smaller_vocab),
+    teacher_case(
+        "a smaller vocabulary",
+        "has a vocabulary of 512",
+        "must have its tokenizer and vocabulary",
+        prepare=smaller_vocab,
+    ),
     teacher_case(
         "with a reference", "kl.apply_to=loss with algorithm=distill", "none", overrides=("kl.apply_to=loss",)
     ),

@@ -54,6 +54,48 @@ CASES = [
         ("actor_optimizer.min_lr=1 is above actor_optimizer.lr=1e-06",),
         (*SFT, "actor_optimizer.min_lr=1"),
     ),
+    Case("a stage at the first step", ("stages: '1' is no step from 2 on",), ("stages={1: {loss: {clip: 0.1}}}",)),
+    Case("a stage without a step", ("stages: 'later' is no step",), ("stages={later: {loss: {clip: 0.1}}}",)),
+    Case(
+        "stages in descending order",
+        ("stages: 3 follows 4; name the steps in ascending order",),
+        ("stages={4: {loss: {clip: 0.1}}, 3: {loss: {clip: 0.2}}}",),
+    ),
+    Case(
+        "an unknown key in a stage",
+        ("unknown key stages.3.rollout.temprature; did you mean stages.3.rollout.temperature?",),
+        ("stages={3: {rollout: {temprature: 0.5}}}",),
+    ),
+    Case(
+        "a key that cannot change in a stage",
+        ("stages.3.rollout.tp cannot change during a run (keys that can: rollout.max_context, ",),
+        ("stages={3: {rollout: {tp: 2}}}",),
+    ),
+    Case(
+        "a key with a dot in a stage",
+        ("stages.3.rollout.temperature: write temperature in the section rollout",),
+        ("stages={3: {rollout.temperature: 0.5}}",),
+    ),
+    Case(
+        "a value out of range in a stage",
+        ("stages.3.rollout.top_p must be a number, above 0 and at most 1, not 2",),
+        ("stages={3: {rollout: {top_p: 2}}}",),
+    ),
+    Case(
+        "a context beyond the model's in a stage",
+        ("from step 3 on: rollout.max_context=99999 is beyond the model's",),
+        ("stages={3: {rollout: {max_context: 99999}}}",),
+    ),
+    Case(
+        "another temperature for conversations that run across steps",
+        ("stages: rollout.temperature cannot change with rollout.oversample=2",),
+        ("stages={3: {rollout: {temperature: 0.5}}}", "rollout.oversample=2"),
+    ),
+    Case(
+        "refreshes without a reference",
+        ("kl.refresh_reference_every=5, but algorithm=ppo with kl.apply_to='none' has no reference",),
+        ("kl.refresh_reference_every=5", "kl.apply_to=none"),
+    ),
     Case(
         "correction bounds in the wrong order",
         ("correction.low=3 and correction.high=2 must enclose 1",),

@@ -22,10 +22,10 @@ ROOT = Path(__file__).resolve().parents[2]
 RunTraining = Callable[..., dict[str, Any]]
 CONFIG = """
 algorithm: ppo
-run: {num_rollout: 3, num_update: 2, save_every: 1, keep_checkpoints: 9}
+run: {num_rollout: 4, num_update: 2, save_every: 1, keep_checkpoints: 9}
 model: {dtype: float32}
 data: {prompts_per_step: 4}
-kl: {apply_to: none}
+kl: {apply_to: reward, coef: 0.1, target: null, refresh_reference_every: 2}
 reward: {functions: ["sum_reward:even"]}
 rollout: {samples_per_prompt: 4, max_context: 256, max_new_tokens: 64}
 actor_optimizer: {lr: 0.001, warmup_fraction: 0.0, eps: 1.0e-3}
@@ -33,8 +33,9 @@ critic: {optimizer: {lr: 0.001, warmup_fraction: 0.0, eps: 1.0e-3}}
 train: {max_tokens_per_gpu: 128}
 track: {progress: false, trackers: []}
 """
-STEPS, SAVED = 3, 1
-"""Steps of the uninterrupted run, and the step after which others resume from it."""
+STEPS, SAVED = 4, 3
+"""Steps of the uninterrupted run, and the step after which others resume from it. Step 3 begins with a refresh of the
+reference, whose weights steps 3 and 4 use."""
 
 
 def record_rollouts(run_dir: Path) -> None:
@@ -98,10 +99,14 @@ def interrupted_copy(uninterrupted: Path, target: Path) -> Path:
     return target
 
 
-def later_steps(run_dir: Path) -> list[dict[str, float]]:
+def steps_of(run_dir: Path) -> list[dict[str, float]]:
     rows = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [row for row in rows if "actor/lr" in row]
+
+
+def later_steps(run_dir: Path) -> list[dict[str, float]]:
     parts = ("actor", "critic", "rollout", "reward")
-    later = [row for row in rows if row["step"] > SAVED and "actor/lr" in row]
+    later = [row for row in steps_of(run_dir) if row["step"] > SAVED]
     return [{name: value for name, value in row.items() if name.split("/")[0] in parts} for row in later]
 
 
@@ -139,6 +144,27 @@ def test_resume_in_another_layout_matches_uninterrupted_run(
     assert weights.keys() == resumed_weights.keys()
     for name, tensor in weights.items():
         assert float((resumed_weights[name] - tensor).norm()) <= 1e-6 * float(tensor.norm()), name
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [("lora.rank=4", "lora.alpha=64"), pytest.param((), marks=pytest.mark.nightly)],
+    ids=["adapters", "all weights"],
+)
+def test_refreshed_reference_is_restored_bitwise(run: RunTraining, tmp_path: Path, settings: tuple[str, ...]) -> None:
+    result = run(tmp_path / "first", 1, *settings)
+    assert result["code"] == 0, result
+    first = steps_of(tmp_path / "first")
+    assert [row["actor/reference_version"] for row in first] == [0, 0, 1, 1]
+    kl = [row["actor/kl_to_reference"] for row in first]
+    # The policy equals the reference in the step after the start and after a refresh, and has left it in the next.
+    assert kl[0] == kl[2] == 0 and kl[1] != 0 and kl[3] != 0
+    folder = interrupted_copy(tmp_path / "first", tmp_path / "second")
+    result = run(folder, 1, "run.resume=auto", *settings)
+    assert result["code"] == 0, result
+    assert later_steps(folder) == later_steps(tmp_path / "first")
+    weights, resumed_weights = (load_file(tmp_path / name / "export/model.safetensors") for name in ("first", "second"))
+    assert all(bool((weights[name] == resumed_weights[name]).all()) for name in weights)
 
 
 def test_converted_checkpoint_equals_export(

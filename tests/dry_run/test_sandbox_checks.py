@@ -24,12 +24,12 @@ CODE = {"reward": {"functions": ["megarl.rewards.code:hidden_tests"]}}
 PYTHON = {"rollout": {"environments": ["megarl.environments.ready.python:Python"]}}
 
 
-def sandbox_warnings(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def sandbox_warnings(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch, dry_run: bool = False) -> list[str]:
     monkeypatch.setenv("MEGARL_SANDBOX", "{}")  # restored after the test
     probe.cache_clear()
     config = from_dict(tree)
     warnings: list[str] = []
-    check_sandbox(config, load_requirements(config), warnings)
+    check_sandbox(config, load_requirements(config), warnings, dry_run)
     assert json.loads(os.environ["MEGARL_SANDBOX"])["backend"] == config.sandbox.backend
     return warnings
 
@@ -45,6 +45,13 @@ def test_missing_sandbox_raises(tree: dict[str, Any], monkeypatch: pytest.Monkey
     monkeypatch.setattr(runner_client.shutil, "which", lambda name, path="": None)
     with pytest.raises(ConfigError, match="runs code that the policy writes: .*bubblewrap"):
         sandbox_warnings(tree, monkeypatch)
+
+
+def test_dry_run_warns_of_a_missing_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are also made on other machines."""
+    monkeypatch.setattr(runner_client.shutil, "which", lambda name, path="": None)
+    (line,) = sandbox_warnings(PYTHON, monkeypatch, dry_run=True)
+    assert "the run would be rejected here: megarl.environments.ready.python:Python runs code" in line
 
 
 def test_sandbox_is_not_probed_when_unused(monkeypatch: pytest.MonkeyPatch) -> None:

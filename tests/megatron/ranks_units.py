@@ -884,8 +884,32 @@ def set_placement() -> dict[str, Any]:
     from megarl.flow import HybridFlow
 
     flow = HybridFlow(tiny.config(world=8))
-    flow.set_placement({"actor": "0-3", "critic": "4-7"})
+    flow.set_placement({"actor": "0-3", "critic": range(4, 6)})
     return flow.config.placement
+
+
+def other_names() -> list[str]:
+    """Return the errors of calls that have the names of other projects."""
+    from megarl.flow import HybridFlow
+
+    flow = HybridFlow(tiny.config())
+    foreign: Any = flow
+    calls = (
+        lambda: foreign.run(num_rollouts=3),
+        lambda: foreign.run(num_rolout=3),
+        lambda: flow.register_worker("actor", model_path="/m"),
+        lambda: flow.register_worker("actor", tensor_model_parallel_size=2),
+        lambda: flow.register_worker("actor", parallel={"tensor_model_parallel_size": 2}),
+        lambda: flow.register_worker("critic", gpus=4),
+        lambda: HybridFlow({"algorithm": "ppo"}),  # type: ignore[arg-type]
+    )
+    errors = []
+    for call in calls:
+        try:
+            call()
+        except ValueError as error:
+            errors.append(str(error))
+    return errors
 
 
 def roles_before_run() -> Any:
@@ -935,7 +959,8 @@ CHECKS: list[Callable[[], Any]] = [
     platform, names, packed_rope, logprobs, micro_batch, attention, capped_attention, sink_attention,
     scaled_embedding, recomputed_output, replayed_routing, routing_by_role, config_errors, hf_folders,
     absent_config_keys, bf16_training, schedule, critic, aux_losses, training, engine_calls, generation_numbers,
-    weight_checks, empty_batch, aborted_rewards, set_placement, loss_columns, roles_before_run, zero_spread_alarms,
+    weight_checks, empty_batch, aborted_rewards, set_placement, other_names, loss_columns, roles_before_run,
+    zero_spread_alarms,
     sampling_masks.masked_logprobs, sampling_masks.masked_micro_batch,
 ]  # fmt: skip
 

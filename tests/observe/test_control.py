@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megarl.config import ConfigError
+from megarl.config import Config, from_dict
 from megarl.observe.control import Control
 from megarl.rewards.reward_settings import check_weights
 
@@ -18,20 +17,23 @@ pytestmark = pytest.mark.alone
 
 
 class ControlHarness:
-    """A `Control` over `reward.weights`, with the values it applied and the lines it logged."""
+    """A `Control` over `reward.weights`, with the weights it applied and the lines it logged."""
 
-    def __init__(self, folder: Path, parts: tuple[str, ...] = ("gsm8k", "model")) -> None:
+    def __init__(self, folder: Path, parts: tuple[str, ...] = ("gsm8k", "model"), config: Config | None = None) -> None:
         self.file, self.parts = folder / "control.yaml", parts
         self.applied: list[tuple[str, Any]] = []
         self.logged: list[str] = []
-        self.control = Control(folder, [self, NoControls()], self.logged.append)
+        self.config = config or Config()
+        self.control = Control(folder, self.config, [self], self.logged.append)
         self.step = 0
 
-    def controls(self) -> Mapping[str, Callable[[Any], Any]]:
-        return {"reward.weights": lambda argument: check_weights(argument, self.parts)}
+    def check_config(self, config: Config) -> None:
+        check_weights(config.reward.weights, self.parts)
 
-    def set_control(self, key: str, value: Any) -> None:
-        self.applied.append((key, value))
+    def set_config(self, config: Config) -> None:
+        if config.reward.weights != self.config.reward.weights:
+            self.applied.append(("reward.weights", config.reward.weights))
+        self.config = config
 
     def steps(self, count: int = 1) -> tuple[list[Any], list[str]]:
         """Run `count` steps; return the values applied and the lines logged."""
@@ -41,14 +43,6 @@ class ControlHarness:
             self.step += 1
             self.control.apply(self.step, self.control.read())
         return self.applied, self.logged
-
-
-class NoControls:
-    def controls(self) -> dict[str, Any]:
-        return {}
-
-    def set_control(self, key: str, value: Any) -> None:
-        raise AssertionError
 
 
 def test_change_applies_from_the_next_step_and_is_logged_once(tmp_path: Path) -> None:
@@ -66,7 +60,7 @@ def test_change_applies_from_the_next_step_and_is_logged_once(tmp_path: Path) ->
     harness.file.unlink()
     assert harness.steps() == ([], []), "the value set stays"
     harness.file.write_text("reward:\n  weights:\n    model: 2\n")
-    assert harness.steps(2)[0] == [("reward.weights", {"model": 2.0})]
+    assert harness.steps(2)[0] == [("reward.weights", {"model": 2})]
 
 
 BAD_FILES = {
@@ -80,8 +74,12 @@ BAD_FILES = {
     "no weights": (b"reward: {weights:}\n", "must be a mapping"),
     "a list": (b"- reward\n", "holds a list, not a mapping of sections"),
     "a scalar section": (b"reward: 1\n", "reward must be a section of keys"),
-    "another key": (b"reward: {timeout: 5}\n", "reward.timeout cannot change during a run (keys that can: reward"),
-    "another section": (b"actor_optimizer: {lr: 1}\n", "actor_optimizer.lr cannot change during a run"),
+    "another key": (b"reward: {timeout: 5}\n", "reward.timeout cannot change during a run (keys that can: rollout"),
+    "another section": (b"actor_optimizer: {beta1: 0.5}\n", "actor_optimizer.beta1 cannot change during a run"),
+    "an unknown key": (b"rollout: {temprature: 1}\n", "did you mean rollout.temperature?"),
+    "a value out of range": (b"rollout: {top_p: 2}\n", "rollout.top_p must be a number, above 0 and at most 1"),
+    "a longer context than planned": (b"rollout: {max_context: 9999}\n", "rollout.max_context=9999 is above 4096"),
+    "a shorter context than loaded prompts": (b"rollout: {max_context: 99}\n", "rollout.max_context=99 is below 4096"),
     "one valid and one invalid key": (b"reward: {weights: {gsm8k: 1}, timeout: 5}\n", "reward.timeout cannot change"),
     "a key twice": (b"reward: {weights: {gsm8k: 1, gsm8k: 2}}\n", "gsm8k is set twice"),
     "not UTF-8": (b"reward: {weights: {gsm8k: \xff}}\n", "is not UTF-8 text"),
@@ -148,19 +146,59 @@ def test_resume_restores_the_values_set(tmp_path: Path) -> None:
     harness.file.unlink()
     resumed = ControlHarness(tmp_path)
     resumed.control.load_state_dict(state)
+    resumed.control.start(1)
     assert (
         resumed.applied == [("reward.weights", {"gsm8k": 0.4})] and "reward.weights={'gsm8k': 0.4}" in resumed.logged[0]
     )
     assert resumed.control.state_dict() == state and resumed.steps() == ([], [])
     other_harness = ControlHarness(tmp_path, parts=("model",))
     other_harness.control.load_state_dict(state | {"reward.colour": "red"})
+    other_harness.control.start(1)
     assert other_harness.applied == [] and other_harness.control.state_dict() == {}
     assert ["which is no longer possible" in line for line in other_harness.logged] == [True, True]
 
 
-def test_checks_only_the_keys_in_the_file(tmp_path: Path) -> None:
-    harness = ControlHarness(tmp_path, parts=())
-    harness.file.write_text("reward: {weights: {}}\n")
-    assert harness.steps()[0] == [("reward.weights", {})]
-    with pytest.raises(ConfigError):
-        harness.controls()["reward.weights"]({"a": 1})
+def test_stages_and_file_set_the_configuration_of_each_step(tmp_path: Path) -> None:
+    """The file takes precedence over all stages, and a resumed run has the same configuration in each step."""
+    config = from_dict(
+        {
+            "stages": {
+                "3": {"rollout": {"max_context": 8192, "temperature": 0.7}},
+                "5": {"actor_optimizer": {"lr": 1e-7}},
+            }
+        }
+    )
+
+    def values(harness: ControlHarness) -> tuple[float, ...]:
+        rollout = harness.config.rollout
+        return rollout.max_context, rollout.temperature, harness.config.actor_optimizer.lr
+
+    harness = ControlHarness(tmp_path, config=config)
+    harness.control.start(1)
+    assert harness.steps(2)[1] == [] and values(harness) == (4096, 1.0, 1e-6)
+    assert harness.steps()[1] == [
+        "stage, from step 3 on: rollout.max_context 4096 -> 8192, rollout.temperature 1.0 -> 0.7"
+    ]
+    harness.file.write_text("rollout: {temperature: 0.9}\n")
+    assert harness.steps()[1] == ["control.yaml, from step 4 on: rollout.temperature=0.9"]
+    state = json.loads(json.dumps(harness.control.state_dict()))
+    assert values(harness) == (8192, 0.9, 1e-6)
+    harness.steps()
+    assert values(harness) == (8192, 0.9, 1e-7)
+    resumed = ControlHarness(tmp_path, config=config)
+    resumed.control.load_state_dict(state)
+    resumed.control.start(4)
+    assert values(resumed) == (8192, 0.9, 1e-6)
+    resumed.step = 4
+    resumed.steps()
+    assert values(resumed) == (8192, 0.9, 1e-7)
+
+
+def test_file_may_not_change_the_distribution_of_running_conversations(tmp_path: Path) -> None:
+    harness = ControlHarness(tmp_path, config=from_dict({"rollout": {"oversample": 2}}))
+    harness.file.write_text("rollout: {temperature: 0.9}\n")
+    (line,) = harness.steps()[1]
+    assert "rollout.temperature cannot change with rollout.oversample=2" in line
+    harness.file.write_text("rollout: {max_new_tokens: 9}\n")
+    harness.steps()
+    assert harness.config.rollout.max_new_tokens == 9

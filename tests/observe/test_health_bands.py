@@ -40,6 +40,9 @@ def bands(**guards: Any) -> dict[str, Band]:
         ("actor/grad_norm", inf, "above"),
         ("actor/grad_norm", nan, "not a number"),
         ("critic/vf_clipfrac", nan, "not a number"),
+        ("actor/ppo_kl", 0.0, ""),  # the first update of each step
+        ("actor/ppo_kl", 0.02, ""),
+        ("actor/ppo_kl", 0.031, "above"),
     ],
 )
 def test_side_of_a_value(metric: str, value: float, expected_side: str) -> None:
@@ -62,13 +65,17 @@ def test_configured_bands_override_defaults() -> None:
     assert bands() == {} == bands(alarms=False)
     overrides = {"actor/entropy": [0.1, 0.2], "perf/tokens_per_second_per_rank": [2000, None], "actor/grad_norm": None}
     result = bands(alarms=True, bands={**overrides, "rollout/turns_mean": [None, 4.5]})
-    assert result.keys() == BANDS.keys() - {"actor/grad_norm"} | {"rollout/turns_mean"}
+    defaults = {name for name in BANDS if not name.startswith("perf/")}
+    assert result.keys() == defaults - {"actor/grad_norm"} | {"perf/tokens_per_second_per_rank", "rollout/turns_mean"}
     assert (result["actor/entropy"].lower, result["actor/entropy"].upper) == (0.1, 0.2)
     assert result["actor/entropy"].low_remedy == BANDS["actor/entropy"].low_remedy
     assert result["perf/tokens_per_second_per_rank"].side(1900) == "below"
     assert result["rollout/turns_mean"].side(5) == "above" and result["rollout/turns_mean"].get_remedy(5) == ""
-    # Throughput has no default band.
-    assert bands(alarms=True).keys() == BANDS.keys() - {"perf/tokens_per_second_per_rank"}
+    # Throughput and utilization have no default band.
+    assert bands(alarms=True).keys() == {name for name in BANDS if not name.startswith("perf/")}
+    low = bands(alarms=True, bands={"perf/gpu_utilization": [0.8, None], "perf/mfu": [0.3, None]})
+    assert low["perf/gpu_utilization"].side(0.7) == "below" and "concurrency" in low["perf/gpu_utilization"].low_remedy
+    assert low["perf/mfu"].side(0.31) == ""
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,8 @@ from megarl.parallel.placement import (
     describe_rank_roles,
     engine_ranks,
     format_ranges,
+    has_separate_reference,
+    is_on_megatron,
     placement_of,
     role_config,
     role_parallel,
@@ -38,12 +40,42 @@ def config(placement: dict[str, Any], world: int = 8, **sections: Any) -> Config
         ("4-4", (4,)),
         ("all", tuple(range(8))),
         ("cpu", ()),
+        ([0, 1, 2, 3], (0, 1, 2, 3)),
+        (["0-1", 5], (0, 1, 5)),
+        ("gpu:0-3", (0, 1, 2, 3)),
+        ("gpus 0-3", (0, 1, 2, 3)),
+        ("cuda:0,cuda:2-3", (0, 2, 3)),
+        ("ranks 4-5", (4, 5)),
+        ({"ranks": "2-3"}, (2, 3)),
+        ({"ranks": [2, 3]}, (2, 3)),
+        ("node 1", (4, 5, 6, 7)),
+        ("nodes 0-1", tuple(range(8))),
+        ("nodes: 0", (0, 1, 2, 3)),
+        ("host", ()),
+        ("CPU", ()),
+        ("All", tuple(range(8))),
+        ("actor", (1, 2)),
+        ("rollout", tuple(range(8))),  # not placed
+        ("reference", (1, 2)),  # not placed, so it follows the actor
+        ("colocate", (1, 2)),
+        ("colocated with reward", (6,)),
+        ("colocate: actor", (1, 2)),
     ],
 )
-def test_parses_rank_sets(text: str | int, ranks: tuple[int, ...]) -> None:
-    placement = Placement.parse({"critic": text}, 8)
+def test_parses_rank_sets(text: Any, ranks: tuple[int, ...]) -> None:
+    placement = Placement.parse({"critic": text, "actor": "1-2", "reward": 6}, 8, ranks_per_node=4)
     assert placement.ranks_of("critic") == ranks
     assert Placement.parse({"critic": placement.format_ranks("critic")}, 8).ranks_of("critic") == ranks
+
+
+@pytest.mark.alone
+def test_roles_that_share_ranks_may_be_named_in_any_order() -> None:
+    placement = Placement.parse({"reference": "reward", "reward": "critic", "critic": "2-3", "rollout": "colocate"}, 4)
+    assert placement.ranks_of("reference") == placement.ranks_of("reward") == (2, 3)
+    assert placement.ranks_of("rollout") == placement.ranks_of("actor") == (0, 1, 2, 3)
+    assert Placement.parse({"actor": "colocated", "rollout": "colocated"}, 4).is_colocated
+    with pytest.raises(ConfigError, match="placement: actor -> critic -> actor follow each other; name the ranks"):
+        Placement.parse({"actor": "critic", "critic": "actor"}, 4)
 
 
 @pytest.mark.alone
@@ -104,6 +136,39 @@ def test_accepts_valid_placement_without_warnings(placement: dict[str, Any]) -> 
 
 
 @pytest.mark.alone
+@pytest.mark.parametrize(
+    ("placement", "sections", "message"),
+    [
+        ({"actor": "0-3", "critic": "2-7"}, {}, "placement has actor on 0-3 and critic on 2-7: where only some"),
+        ({"actor": "0-3", "rollout": "0-7"}, {}, ""),  # engines may be on all ranks
+        ({"actor": "0-3", "rollout": "2-7"}, {}, "rollout on 2-7 and actor on 0-3; rollout on 2-7 and critic on 0-3: "),
+        ({"actor": "0-3", "reward": "3-4", "rollout": "4-7"}, {}, ""),  # functions have no ranks
+        ({"actor": "0-3", "reward": "2-7"}, {"reward": {"model": "x"}}, "; critic on 0-3 and reward on 2-7: where"),
+        ({"actor": "0-3", "reference": "0-5"}, {}, "actor on 0-3 and reference on 0-5; reference on 0-5 and critic"),
+        ({"actor": "0-3", "reference": "all"}, {}, ""),
+    ],
+)
+def test_warns_of_roles_that_share_some_ranks(placement: Any, sections: Any, message: str) -> None:
+    warnings: list[str] = []
+    check_placement(config({"critic": placement["actor"], **placement}, **sections), PPO, warnings)
+    overlaps = [line for line in warnings if "placement has" in line]
+    assert len(overlaps) == 1 and message in overlaps[0] if message else not overlaps
+
+
+@pytest.mark.alone
+def test_reference_is_a_separate_model_where_it_differs_from_the_actor() -> None:
+    assert not has_separate_reference(config({}))
+    assert not has_separate_reference(config({"actor": "0-3", "reference": "actor"}))
+    split = config({"actor": "0-3", "reference": "4-5"}, parallel={"tp": 2})
+    assert has_separate_reference(split) and is_on_megatron(split, "reference")
+    assert (role_parallel(split, "reference").world_size, role_parallel(split, "reference").tp) == (2, 2)
+    for settings in ({"model": "x"}, {"parallel": {"pp": 2}}):
+        assert has_separate_reference(config({}, roles={"reference": settings}))
+    layout = role_parallel(config({"reference": 7}, roles={"reference": {"parallel": {"pp": 1}}}), "reference")
+    assert (layout.world_size, layout.pp) == (1, 1)
+
+
+@pytest.mark.alone
 def test_warns_of_ranks_without_a_role() -> None:
     warnings: list[str] = []
     check_placement(config({"actor": "0-3", "critic": "5", "rollout": "0-3"}), PPO, warnings)
@@ -129,8 +194,19 @@ INVALID_PLACEMENTS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"actor": "0-99999999"}, {}, r"names rank 99999999"),
     ({"actor": ""}, {}, r"placement.actor= lists no ranks: write ranks as 0-3"),
     ({"actor": None}, {}, r"placement.actor=None lists no ranks"),
+    ({"actor": []}, {}, r"placement.actor=\[\] lists no ranks"),
+    ({"actor": "0:4"}, {}, r"0:4 does not say whether the last rank is included; write the range as 0-3"),
+    ({"actor": "gpus 0:4"}, {}, r"0:4 does not say whether the last rank is included"),
+    ({"actor": "nodes 0-1"}, {}, r"names node 1, but the job has the nodes 0 to 0"),
+    ({"actor": {"gpus": 4}}, {}, r"\{ranks: 0-3\} is the only key"),
+    ({"critic": "policy"}, {}, r"placement.critic=policy: here policy is the role actor; write placement.critic=actor"),
+    ({"critic": "colocate: acto"}, {}, r"acto is no role; name one, such as placement.critic=actor"),
+    ({"policy": "0-3"}, {}, r"placement.policy: ppo has no such role; did you mean placement.actor\?"),
+    ({"reward_model": 0}, {}, r"ppo has no such role; did you mean placement.reward\?"),
+    ({"ref_policy": 0}, {}, r"did you mean placement.reference\?"),
+    ({"rollout_engine": 0}, {}, r"did you mean placement.rollout\?"),
     ({"actor": True}, {}, r"placement.actor=True lists no ranks"),
-    ({"actor": [0, 1]}, {}, r"lists no ranks"),
+    ({"actor": [0, True]}, {}, r"lists no ranks"),
     ({"actor": "0..3"}, {}, r"is not a set of ranks, because '0..3' is not"),
     ({"actor": "0-3,"}, {}, r"is not a set of ranks"),
     ({"actor": -1}, {}, r"is not a set of ranks"),
@@ -140,9 +216,11 @@ INVALID_PLACEMENTS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"critc": "0-3"}, {}, r"placement.critc: ppo has no such role; did you mean placement.critic\?"),
     ({"actor": "cpu"}, {}, r"placement.actor=cpu, but the actor computes on ranks"),
     ({"reward": "cpu"}, {"reward": {"model": "x"}}, r"placement.reward=cpu, but reward.model runs on ranks"),
-    ({"actor": "0-3", "reference": "4-7"}, {}, r"placement.reference=4-7, but the reference is the actor's model"),
-    ({"actor": "0-3", "critic": "2-7"}, {}, r"has the actor on 0-3 and the critic on 2-7, which overlap"),
-    ({"actor": "0-3", "rollout": "0-5"}, {}, r"overlap: two roles must have the same ranks"),
+    (
+        {"reference": "0-2"},
+        {"roles": {"reference": {"parallel": {"tp": 2}}}},
+        r"the reference: placement.reference=0-2 \(3 ranks\) is not a multiple of tp x pp = 2",
+    ),
     (
         {"actor": "0-3"},
         {"critic": {"parallel": {"tp": 8}}},
@@ -191,7 +269,23 @@ def test_engines_must_fit_their_ranks_and_nodes(rollout: str, tp: int, ranks_per
 
 
 def test_set_placement_sets_the_config_key(units: dict[str, Any]) -> None:
-    assert units["set_placement"] == {"actor": "0-3", "critic": "4-7"}
+    assert units["set_placement"] == {"actor": "0-3", "critic": [4, 5]}
+
+
+def test_names_of_other_projects_are_answered_by_those_here(units: dict[str, Any]) -> None:
+    run, typo, model, tp, key, ranks, mapping = units["other_names"]
+    assert (
+        run
+        == "flow.run has no argument num_rollouts; did you mean num_rollout? (it has num_rollout, num_update, until)"
+    )
+    assert typo.startswith("flow.run has no argument num_rolout; did you mean num_rollout?")
+    assert model == "register_worker('actor', ..) has no argument model_path; did you mean model?"
+    assert tp.endswith("no argument tensor_model_parallel_size; did you mean parallel={'tp': ..}?")
+    assert key.startswith("unknown key parallel.tensor_model_parallel_size; did you mean parallel.tp?")
+    assert ranks.endswith("no argument gpus; did you mean flow.set_placement({role: '0-3'})?")
+    assert mapping.startswith(
+        "HybridFlow takes the path of a YAML file, or a Config, not a dict: megarl.config.from_dict"
+    )
 
 
 def test_roles_are_unavailable_before_the_run(units: dict[str, Any]) -> None:

@@ -98,18 +98,18 @@ class WeightedReward:
     def __init__(self, weights: Mapping[str, float]) -> None:
         self.weights = weights
 
-    def controls(self) -> Any:
-        return {"reward.weights": lambda argument: check_weights(argument, PART_NAMES)}
+    def check_config(self, config: Config) -> None:
+        check_weights(config.reward.weights, PART_NAMES)
 
-    def set_control(self, key: str, value: Any) -> None:
-        self.weights = value
+    def set_config(self, config: Config) -> None:
+        self.weights = check_weights(config.reward.weights, PART_NAMES)
 
 
 def test_control_file_example_changes_weights(tmp_path: Path) -> None:
     reward = WeightedReward(check_weights(read_config(3).reward.weights, PART_NAMES))
     results = {"gsm8k": Reward(1.0), "model": Reward(-0.5), "service": Reward(2.0)}
     assert combine_reward(ROLLOUT, results, reward.weights).reward == pytest.approx(0.4 - 0.25 + 0.2)
-    control = Control(tmp_path, [reward], lambda line: None)
+    control = Control(tmp_path, read_config(3), [reward], lambda line: None)
     (tmp_path / "control.yaml").write_text(read_example("control"))
     control.apply(2, control.read())
     assert combine_reward(ROLLOUT, results, reward.weights).reward == pytest.approx(0.8 - 0.05 + 0.2)

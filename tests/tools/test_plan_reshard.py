@@ -311,7 +311,7 @@ def with_layer_counts(train: TrainLayout, counts: tuple[int, ...]) -> TrainLayou
         (("--wire", "fp8", "--engine", "tp=8"), "cannot be sent as FP8"),
         (("--train-ranks", "0-31"), "a layout of 64 trainer ranks cannot be placed on 32 ranks"),
         (("--engine-ranks", "0-x"), "--engine-ranks must be ranks such as 0-3,8,9, not '0-x'"),
-        (("--engine-ranks", "0-6"), "which overlap"),
+        (("--engine-ranks", "0-6"), "does not divide the 7 ranks of placement.rollout=0-6"),
     ],
 )
 def test_invalid_options_print_one_line(

@@ -97,7 +97,9 @@ def try_scoring(
         if prefetched and worker._pool is not None:  # wait for all prefetched rewards
             list(map(lambda entry: entry[1].result(), worker._prefetch._pending.values()))
         if weights is not None:
-            worker.set_control("reward.weights", worker.controls()["reward.weights"](weights))
+            config = replace(worker.config, reward=replace(worker.config.reward, weights=weights))
+            worker.check_config(config)
+            worker.set_config(config)
         result = summarize(worker.score(rollouts))
         return result | {"metrics": worker.metrics()}
     except ConfigError as error:

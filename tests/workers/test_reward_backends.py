@@ -17,7 +17,7 @@ from tokenizers.models import WordLevel
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "rewards"))
 from reward_server import RewardServer, chat_completion, count_words
 
-WORDS = ("[unk]", "[pad]", "<end>", "one", "two", "three", "four", "five", "six", "user", "assistant")
+WORDS = ("[unk]", "[pad]", "<end>", "one", "two", "three", "four", "five", "user", "assistant", "six")
 TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} <end> {% endfor %}"
 OTHER_TEMPLATE = "{% for m in messages %}{{ m['content'] }} <end> {% endfor %}"
 STRICT_TEMPLATE = "{{ raise_exception('no system prompts') }}"
@@ -128,6 +128,7 @@ def results(
             folder / "teacher", LlamaForCausalLM(llama(24, hidden_size=32, num_hidden_layers=4)), saved_tokenizer
         ),
     }
+    models["small"] = save(folder / "small", LlamaForCausalLM(llama(WORDS.index("six"))), saved_tokenizer)
     save(folder / "headless", LlamaForCausalLM(policy), saved_tokenizer)
     named = json.loads((folder / "headless" / "config.json").read_text())
     named |= {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
@@ -148,6 +149,8 @@ def results(
         chosen = {role: {"model": str(folder / "teacher"), "parallel": parallel, **worker}}
         return {"what": "teach", "config": {"placement": {**PLACEMENT["placement"], role: "1-2"}, "roles": chosen}}
 
+    small = teacher("teacher")
+    small["config"]["roles"]["teacher"]["model"] = str(folder / "small")
     service = {"reward": {"backend": "http", "options": {"url": server.url, "batch": 2, "private": True}}}
     unreachable = {
         "reward": {
@@ -159,6 +162,13 @@ def results(
     judge_options = {"url": server.address, "model": "m", "prompt": "{answer}", "private": True}
     judging = {"reward": {"backend": "judge", "options": judge_options}}
     narrow = {"reward": {"backend": "judge", "options": {**judge_options, "max_score": 5}}}
+    named = {
+        "words": {"backend": "http", **service["reward"]["options"]},
+        "fenced": {"backend": "judge", **judge_options, "prompt": "{answer} {fence}"},
+    }
+    several = {"reward": {**judging["reward"], "options": {**judge_options, "services": named}}}
+    several_weights = {**functions_of_role, "weights": {"judge": 0.5, "words": 0.25, "fenced": 0.0}}
+    down = {"worse": {"backend": "http", **unreachable["reward"]["options"]}}
     local = judge("own", functions=True, **service["reward"]["options"])
     local["config"]["roles"]["reward"]["backend"] = ["transformers", "http"]
     local["config"]["reward"]["weights"] = {"length": 0.4, "model": 0.5, "service": 0.1}
@@ -178,6 +188,8 @@ def results(
         "service": {"what": "score", "config": {**PLACEMENT, "roles": service, "reward": functions_of_role}},
         "unreachable": {"what": "score", "config": {**PLACEMENT, "roles": unreachable}},
         "judge": {"what": "score", "config": {**PLACEMENT, "roles": judging, "reward": functions_of_role}},
+        "several": {"what": "score", "config": {**PLACEMENT, "roles": several, "reward": several_weights}},
+        "one down": {"what": "score", "config": {**PLACEMENT, "roles": {"reward": {"options": {"services": down}}}}},
         "too good": {"what": "score", "config": {**PLACEMENT, "roles": narrow}},
         "pool": {
             "what": "score",
@@ -185,6 +197,7 @@ def results(
         },
         "teacher": teacher("teacher", tp=2),
         "tutor": teacher("tutor", pp=2),
+        "small": small,
     }
     (folder / "jobs.json").write_text(json.dumps({"rollouts": conversations, "jobs": jobs}))
     results = run_ranks(3, "tests/workers/ranks_reward_backends.py", str(folder), timeout=400.0)
@@ -266,6 +279,7 @@ def test_overlong_conversations_raise_or_are_truncated(results: dict[str, Any]) 
         ),
         ("too good", "/v1: its score 7 is not from 0 to 5"),
         ("unreachable", "(2 tries); check that it runs, or set roles.reward.options.url"),
+        ("one down", "(2 tries); check that it runs, or set roles.reward.options.services.worse.url"),
     ],
 )
 def test_errors_are_the_same_on_all_ranks(results: dict[str, Any], job: str, message: str) -> None:
@@ -279,7 +293,7 @@ def test_reward_service_is_called_by_ranks_with_rollouts(results: dict[str, Any]
     lengths = global_result(results, "pool")["reward"]
     assert result["parts"] == {"length": lengths, "service": words, "service/style": [0.5 * bool(n) for n in words]}
     assert result["reward"] == [a + b for a, b in zip(lengths, words, strict=True)]
-    assert sorted(len(batch) for batch in server.batches()) == [2] * 6  # for two jobs
+    assert sorted(len(batch) for batch in server.batches()) == [2] * 9  # for three jobs
 
 
 def test_function_classifier_and_service_combine(results: dict[str, Any]) -> None:
@@ -306,6 +320,20 @@ def test_judge_is_called_by_ranks_with_rollouts(results: dict[str, Any]) -> None
     assert result["reward"] == [a + b for a, b in zip(lengths, words, strict=True)]
 
 
+def test_services_and_judges_combine_by_name(results: dict[str, Any]) -> None:
+    """Two judges and a service; the second judge's prompt has one more word, the fence."""
+    result = global_result(results, "several")
+    words = [0 if number == 4 else len(answer.split()) for number, answer in enumerate(RESPONSES)]
+    lengths = global_result(results, "pool")["reward"]
+    assert {name: result["parts"][name] for name in ("length", "judge", "words", "fenced")} == {
+        "length": lengths,
+        "judge": words,
+        "words": words,
+        "fenced": [0 if number == 4 else count + 1 for number, count in enumerate(words)],
+    }
+    assert result["reward"] == pytest.approx([a + 0.75 * b for a, b in zip(lengths, words, strict=True)])
+
+
 @pytest.mark.parametrize("role", ["teacher", "tutor"])
 def test_teacher_logprobs_match_transformers(results: dict[str, Any], role: str) -> None:
     """Two layouts and role names; each rank gets its own sequences, also the rank without the teacher."""
@@ -321,3 +349,19 @@ def test_teacher_logprobs_match_transformers(results: dict[str, Any], role: str)
             expected = logits.log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0].tolist()
             assert values[1:] == pytest.approx(expected, abs=1e-5)
     assert all(f"{role}_logprobs" in rank[role]["spans"] for rank in results["ranks"])
+
+
+def test_log_probs_are_nan_from_a_token_that_the_model_lacks(results: dict[str, Any]) -> None:
+    """The small teacher has no row for `six`, the last id, as a smaller model may lack padding rows of a larger one."""
+    merged: dict[int, list[float]] = {}
+    for rank in results["ranks"]:
+        merged |= {int(number): values for number, values in rank["small"]["at 1"].items()}
+    for number, values in merged.items():
+        ids = results["conversations"][number]["ids"]
+        end = ids.index(WORDS.index("six")) if WORDS.index("six") in ids else len(ids)
+        with torch.no_grad():
+            logprobs = results["models"]["small"](torch.tensor([ids[:end]])).logits[0].log_softmax(-1)
+        expected = logprobs[:-1].gather(1, torch.tensor(ids[1:end])[:, None])[:, 0].tolist()
+        assert values[1:end] == pytest.approx(expected, abs=1e-5)
+        assert all(map(math.isnan, values[end:])) and len(values) == len(ids)
+    assert sorted(number for number in merged if any(map(math.isnan, merged[number][1:]))) == [2, 4, 5]

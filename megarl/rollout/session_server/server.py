@@ -62,6 +62,10 @@ class SessionServer:
         self._runner: web.AppRunner | None = None
         self.url = ""
 
+    def set_config(self, config: RolloutConfig) -> None:
+        """Use these settings from the next request on."""
+        self._renderer.config = config
+
     async def start(self) -> None:
         """Listen on a free port."""
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_handle_errors])

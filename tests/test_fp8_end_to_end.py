@@ -1,0 +1,88 @@
+"""The job of slurm/ppo_moe.sh at tiny size: PPO of a DeepSeek-V3 from an FP8 folder, with FP8 engines, in conversations
+that call a Python session in the sandbox."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from fp8_folder import quantise_folder
+from safetensors.torch import load_file
+from training_run import make_folder, read_steps, train
+
+from megarl.observe.rollout_log import read_rollouts
+
+sys.path.insert(0, str(Path(__file__).parent / "sandbox"))
+from sync_sandbox import needs_bubblewrap
+
+SIZES: dict[str, Any] = {
+    # SGLang's FP8 needs merged matrices, and experts, in whole blocks of 128.
+    **{"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 2},
+    **{"q_lora_rank": 128, "kv_lora_rank": 128, "n_routed_experts": 4, "n_group": 2, "topk_group": 1},
+}
+PYTHON = "megarl.environments.ready.python:Python"
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.nightly
+@needs_bubblewrap
+def test_ppo_of_an_fp8_deepseek_with_python(tmp_path: Path, host: str) -> None:
+    quickstart = make_folder(tmp_path / "quickstart", "qwen3_moe")  # its data and rewards are not used
+    model = tiny_models.save(tiny_models.deepseek_v3(**SIZES), tmp_path / "bf16")
+    question = {"role": "user", "content": "What is 61+17?"}
+    call = {"type": "function", "function": {"name": "python", "arguments": {"code": "61+17"}}}
+    lesson = [
+        question,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "78"},
+        {"role": "assistant", "content": "The answer is 78."},
+    ]
+    schema = {
+        "type": "function",
+        "function": {
+            "name": "python",
+            "description": "Run Python code.",
+            "parameters": {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]},
+        },
+    }
+    lessons = write_rows(tmp_path / "sft.jsonl", [{"messages": lesson, "tools": [schema]}] * 16)
+    prompts = write_rows(tmp_path / "train.jsonl", [{"prompt": [question], "ground_truth": 78}] * 8)
+    common = ["run.save_every=0", "model.dtype=bfloat16", "actor_optimizer.schedule=constant"]
+    single = ["parallel.world_size=1", "parallel.tp=1", "parallel.ep=1", "run.num_update=1", "run.ppo_epochs=1"]
+    train(
+        *(quickstart, tmp_path / "sft", "algorithm=sft", f"model.path={model}", f"data.train={lessons}", *common),
+        *(*single, "run.num_rollout=60", "data.prompts_per_step=16", "actor_optimizer.lr=0.005", "run.export=true"),
+    )
+    fp8 = tmp_path / "fp8"
+    before = quantise_folder(tmp_path / "sft" / "export", fp8)
+    train(
+        *(quickstart, tmp_path / "run", f"model.path={fp8}", f"data.train={prompts}", *common),
+        *("run.num_rollout=2", "rollout.tools=[]", f"rollout.environments=[{PYTHON}]", "rollout.temperature=0.3"),
+        *("rollout.verify_weights_every=1", "actor_optimizer.lr=0.0005", "actor_optimizer.warmup_fraction=0"),
+        *("reward.functions=[megarl.rewards.arithmetic:arithmetic]", "rollout.max_context=256"),
+        host=host,
+    )
+    rows = read_steps(tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 2]
+    for row in rows:
+        # Noise of bf16, and after the first update of the rounding to FP8, which the trainer does not do.
+        assert row["rollout/logprob_diff_mean"] < 0.1 and row["rollout/aborted_frac"] == 0
+        assert row["actor/grad_norm"] > 0 and row["critic/grad_norm"] > 0
+    rollouts = [rollout for step in (1, 2) for rollout in read_rollouts(tmp_path / "run", step)]
+    solved = [rollout for rollout in rollouts if rollout.tool_calls and not rollout.tool_errors]
+    results = [item["content"] for rollout in solved for item in rollout.messages if item["role"] == "tool"]
+    assert results and "78" in results, "the sandbox has computed"
+    after = load_file(tmp_path / "run" / "export" / "model.safetensors")
+    assert after.keys() == before.keys()
+    assert not torch.equal(
+        after["model.layers.1.mlp.experts.0.up_proj.weight"], before["model.layers.1.mlp.experts.0.up_proj.weight"]
+    )
