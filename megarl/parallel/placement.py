@@ -365,9 +365,19 @@ def prefix_role_error(config: Config, role: str, error: ConfigError) -> ConfigEr
     return ConfigError(f"the {role}: {text}")
 
 
+_STAGE_SETTINGS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+
+
 def role_config(config: Config, role: str) -> Config:
-    """Return the configuration as a role's model sees it, with the role's ranks as the whole job."""
-    return dataclasses.replace(config, parallel=role_parallel(config, role), placement={})
+    """Return the configuration as a role's model sees it, with the role's ranks as the whole job.
+
+    The layers of the actor's first and last stage (`model.megatron`) apply to models with as many stages.
+    """
+    parallel, model = role_parallel(config, role), config.model
+    if parallel.pp != config.parallel.pp:
+        settings = {name: value for name, value in model.megatron.items() if name not in _STAGE_SETTINGS}
+        model = dataclasses.replace(model, megatron=settings)
+    return dataclasses.replace(config, parallel=parallel, model=model, placement={})
 
 
 def engine_ranks(config: Config) -> list[tuple[int, ...]]:

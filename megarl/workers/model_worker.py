@@ -147,10 +147,10 @@ class ModelWorker(Worker):
 
         def receive() -> ModelOutput:
             values = read()
-            if unknown is not None:
-                values = {name: value.masked_fill(unknown, math.nan) for name, value in values.items()}
             if all_tokens is not None:
                 self.check_finite({what: values[names[0]]}, batch, all_tokens, tolerate_minority=not all_tokens)
+            if unknown is not None:  # not the model's fault
+                values = {name: value.masked_fill(unknown, math.nan) for name, value in values.items()}
             return ModelOutput(**values)
 
         return Future(receive) if self.is_disaggregated else Future.completed(receive())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -110,6 +111,12 @@ def test_role_layout_uses_its_own_world_size() -> None:
     actor, critic, reward = (role_parallel(split, role) for role in ("actor", "critic", "reward"))
     assert (actor.world_size, actor.tp, actor.pp, actor.ep) == (4, 2, 1, 2) == (reward.world_size, 2, 1, 2)
     assert (critic.world_size, critic.tp, critic.pp, critic.ep) == (2, 1, 2, 1)
+    stages = dataclasses.replace(
+        split, model=dataclasses.replace(split.model, megatron={"num_layers_in_last_pipeline_stage": 3, "x": 1})
+    )
+    assert (
+        role_config(stages, "critic").model.megatron == {"x": 1} and role_config(stages, "actor").model == stages.model
+    )
     local = role_config(split, "critic")
     assert local.parallel == critic and placement_of(local).ranks_of("actor") == (0, 1)
     assert engine_ranks(split) == [(0, 1), (2, 3), (4, 5), (6, 7)]

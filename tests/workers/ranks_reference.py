@@ -1,6 +1,6 @@
 """A reference on two of three ranks, which share one with the actor: equal to the actor at first, and after a refresh.
 
-Arguments: a folder, a family, the rank of LoRA.
+Arguments: a folder, a family, the rank of LoRA; the layouts of actor and reference, and `model.megatron`, as JSON.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def batch_of_rollouts() -> TrainBatch:
     return batch.with_(loss_weights=batch.loss_mask.float() / 50)
 
 
-def compare(folder: str, family: str, lora_rank: int) -> list[float]:
+def compare(folder: str, family: str, lora_rank: int, settings: dict[str, dict[str, int]]) -> list[float]:
     """Return the largest difference of log-probs: at first, after an update, and after the refresh."""
     from megarl.workers.actor import ActorWorker, SeparateReferenceWorker
     from megarl.workers.context import Context
@@ -52,14 +52,14 @@ def compare(folder: str, family: str, lora_rank: int) -> list[float]:
     if JOB.rank == 0:
         tiny.hf_model(family).save_pretrained(folder)
     ranks.barrier()
-    config = tiny.config(tp=2, ep=2, world=3)
+    config = tiny.config(**settings["actor"], world=3, model={"megatron": settings["megatron"]})
     config = dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, path=folder),
         lora=LoraConfig(rank=lora_rank, target_modules=("linear_qkv",) if lora_rank else ()),
         actor_optimizer=dataclasses.replace(config.actor_optimizer, lr=0.02, schedule="constant", warmup_fraction=0.0),
         placement={"actor": "0-1", "reference": "1-2"},
-        roles={"reference": {"parallel": {"tp": 1, "pp": 2, "ep": 1}}},
+        roles={"reference": {"parallel": settings["reference"]}},
     )
     layouts = ranks.create_role_layouts(config, ("actor", "reference"))
     chat: Any = SimpleNamespace()
@@ -88,7 +88,7 @@ def compare(folder: str, family: str, lora_rank: int) -> list[float]:
 
 if __name__ == "__main__":
     JOB = ranks.join(3, 120.0)
-    result = compare(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    result = compare(sys.argv[1], sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4]))
     print("RESULT " + json.dumps(result), flush=True)
     row_exchange.close_row_exchange()
     ranks.shutdown()
