@@ -50,7 +50,7 @@ def read_config(number: int) -> Config:
 
 
 def test_examples_exist_and_are_short() -> None:
-    names = ["my_rewards.py", *3 * ["config"], "server.py", *2 * ["config"], "control"]
+    names = ["my_rewards.py", *3 * ["config"], "server.py", *3 * ["config"], "control"]
     assert [name for _, name, _ in EXAMPLES] == names
     assert all(len(text.splitlines()) < 15 for _, _, text in EXAMPLES)
 
@@ -70,7 +70,7 @@ def test_function_example_scores_a_rollout(tmp_path: Path, monkeypatch: pytest.M
     assert scored.reward == 2.0 and [turn.reward for turn in scored.turns] == [0.0, 1.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("number", [1, 2, 3, 4])
+@pytest.mark.parametrize("number", [1, 2, 3, 4, 5])
 def test_config_examples_are_valid(number: int) -> None:
     result = read_config(number)
     options = dict(result.roles.get("reward", {}).get("options", {}))
