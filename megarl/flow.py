@@ -333,7 +333,6 @@ class HybridFlow:
             config=config,
             job=self.job,
             layouts=self.layouts,
-            next_prompts=self._peek_items,
             hf_config=self.hf_config,
             chat=self.chat,
             clock=self.clock,
@@ -390,10 +389,6 @@ class HybridFlow:
                 rollout: Any = worker
                 rollout.sleep()  # as in a step: a weight sync never coexists with a KV cache
                 rollout.update_weights(actor)
-
-    def _peek_items(self, steps: int) -> Sequence[Sequence[Any]]:
-        """Return the items of at most `steps` next steps."""
-        return self.loader.peek(min(steps, self.config.run.num_rollout - self.step))
 
     def _describe_models(self) -> list[str]:
         """Return a line for each trained model whose first rank this is."""
