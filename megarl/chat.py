@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, cast
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import Config, ConfigError
 from megarl.config.command_line import Parser, parse_path_text, run_cli
-from megarl.engine.engine_protocol import Generation, Policy, TokenCallback
+from megarl.engine.engine_protocol import NOT_RECORDED, Generation, Policy, RecordedPrefix, TokenCallback
 from megarl.engine.tool_calls import ParseFunction, check_parser, make_parser
 from megarl.environments.process_sessions import EnvironmentPool, EnvironmentSession
 from megarl.environments.protocol import SessionLost, ToolResult
@@ -277,13 +277,13 @@ class _StreamingPolicy:
         self,
         ids: Ids | Sequence[int],
         params: dict[str, Any],
-        routed: int = 0,
+        recorded: RecordedPrefix = NOT_RECORDED,
         on_tokens: TokenCallback | None = None,
         **images: Any,
     ) -> Generation:
         detokenizer = IncrementalDetokenizer(self._chat, self._listener.on_text)
         try:
-            return await self._policy.generate(ids, params, routed, detokenizer.add, **images)
+            return await self._policy.generate(ids, params, recorded, detokenizer.add, **images)
         finally:
             detokenizer.end()
             self._listener.on_turn_end()
@@ -316,11 +316,9 @@ class _ChatSession:
     def __init__(self, pool: EnvironmentPool, listener: Terminal) -> None:
         self._pool, self._listener = pool, listener
         self._session: EnvironmentSession | None = None
-        self._first_call = 0
         self.is_lost = False
 
     async def open_session(self, prompt: Prompt) -> _ChatSession:
-        self._first_call += _CALL_NUMBER_STRIDE
         self.messages = prompt.messages
         if self._session is None:
             self._session = await self._pool.open_session(prompt)
@@ -328,10 +326,10 @@ class _ChatSession:
         self.schemas = self._session.schemas
         return self
 
-    async def call(self, number: int, name: str, arguments: Any) -> ToolResult:
+    async def call(self, name: str, arguments: Any) -> ToolResult:
         assert self._session is not None
         try:
-            result = await self._session.call(self._first_call + number, name, arguments)
+            result = await self._session.call(name, arguments)
         except SessionLost:
             self.is_lost = True
             raise

@@ -36,7 +36,7 @@ from megarl.launch.exit_status import REQUEUE_EXIT_CODE as REQUEUE_EXIT_CODE
 from megarl.models.flops import peak_flops
 from megarl.models.registry import load_hf_config
 from megarl.observe.clock import Clock
-from megarl.observe.control import Control
+from megarl.observe.control import Configurable, Control
 from megarl.observe.hang_watchdog import HangWatchdog
 from megarl.observe.metrics import ZeroSpreadWarning, batch_metrics, prefix_metrics, rollout_metrics
 from megarl.observe.mfu import GpuMonitor, compute_throughput, select_remote_clocks
@@ -403,7 +403,6 @@ class HybridFlow:
             config=largest_config(config),
             job=self.job,
             layouts=self.layouts,
-            next_prompts=self._peek_items,
             hf_config=self.hf_config,
             chat=self.chat,
             clock=self.clock,
@@ -423,7 +422,8 @@ class HybridFlow:
             ranks.run_on_all(worker.start)
         for worker in self.workers.values():
             worker.wait_ready()
-        components = (self, self.controller, *(RoleComponent(role, worker) for role, worker in self.workers.items()))
+        workers = [RoleComponent(role, worker) for role, worker in self.workers.items()]
+        components: list[Configurable] = [self, self.controller, *workers]
         self.control = self.checkpointer.control = Control(self.log.run_dir, config, components, self.log.log)
         self.control.start(1)
         self.evaluator = Evaluator(self, self.eval_items)
@@ -464,10 +464,6 @@ class HybridFlow:
                 rollout: Any = worker
                 rollout.sleep()  # as in a step: a weight sync never coexists with a KV cache
                 rollout.update_weights(actor)
-
-    def _peek_items(self, steps: int) -> Sequence[Sequence[Any]]:
-        """Return the items of at most `steps` next steps."""
-        return self.loader.peek(min(steps, self.config.run.num_rollout - self.step))
 
     def _describe_models(self) -> list[str]:
         """Return a line for each model whose first rank this is."""

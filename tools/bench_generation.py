@@ -24,15 +24,17 @@ import numpy as np
 
 from megarl.config import RolloutConfig
 from megarl.config.command_line import Parser, int_in_range, run_cli
-from megarl.engine.engine_protocol import Generation
+from megarl.config.keys import max_pending_groups
+from megarl.engine.engine_protocol import NOT_RECORDED, Generation, RecordedPrefix
 from megarl.engine.tool_calls import ParsedResponse, ToolCall
 from megarl.environments.catalog import EnvironmentCatalog
 from megarl.environments.process_sessions import EnvironmentPool
 from megarl.environments.protocol import ToolResult
 from megarl.environments.tools import Tool
 from megarl.rollout.conversation import RolloutContext
-from megarl.rollout.group_queue import GroupQueue, LocalKVStore
-from megarl.rollout.scheduler import Group, gather_rollouts
+from megarl.rollout.group_queue import UNLIMITED, GroupQueue, LocalKVStore
+from megarl.rollout.group_stream import AdmittedPrompt, GroupStream
+from megarl.rollout.scheduler import gather_rollouts
 from megarl.types import Ids, Message, Prompt, as_token_ids
 
 END, WORD, CALL = 1, 2, 3
@@ -47,7 +49,12 @@ class MockEngine:
         self.options, self.stops, self.busy, self.version = options, asyncio.Event(), 0.0, 0
 
     async def generate(
-        self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: Any = None, **_: Any
+        self,
+        ids: Ids | Sequence[int],
+        params: dict[str, Any],
+        recorded: RecordedPrefix = NOT_RECORDED,
+        on_tokens: Any = None,
+        **_: Any,
     ) -> Generation:
         options, prompt_ids = self.options, np.asarray(ids)
         turn = int((prompt_ids == 0).sum())
@@ -112,9 +119,11 @@ async def parse(text: str, schemas: Any) -> ParsedResponse:
     return ParsedResponse("", (ToolCall("tool", {}),))
 
 
-async def steps(kind: str, options: argparse.Namespace) -> tuple[float, float, int, int, int]:
-    """Return seconds and idle share of all steps, the groups and tokens that they completed, and the conversations
-    started anew."""
+Result = tuple[float, float, int, int, int]
+"""Seconds and idle share of all steps, the groups and tokens that they completed, and the conversations restarted."""
+
+
+def make_context(options: argparse.Namespace) -> RolloutContext:
     config = RolloutConfig(
         max_turns=options.turns,
         max_new_tokens=10**6,
@@ -122,51 +131,84 @@ async def steps(kind: str, options: argparse.Namespace) -> tuple[float, float, i
         concurrency=options.concurrency,
         max_staleness=options.max_staleness,
     )
-    engines = [MockEngine(options) for _ in range(options.engines)]
-    carried_groups: list[list[Group]] = [[] for _ in engines]
-    oversample = options.oversample if kind == "queue and over-sampling" else 1.0
-    seconds, groups, tokens, num_restarted, num_handed = 0.0, 0, 0, 0, 0
-    for step in range(options.steps):
-        num_carried = sum(map(len, carried_groups))
-        count = round(options.prompts * oversample) - num_carried
-        prompts = [Prompt(str(num_handed + number), (), [WORD, 0]) for number in range(count)]  # type: ignore[arg-type]
-        counts = LocalKVStore()
-        edges = [count * e // len(engines) for e in range(len(engines) + 1)]
+    chat: Any = MockChatTemplate()
+    return RolloutContext(chat, SlowTools(options.tool_s), parse, config)
 
-        calls = []
+
+def make_prompt(number: int) -> Prompt:
+    return Prompt(str(number), (), [WORD, 0])  # type: ignore[arg-type]
+
+
+async def run_steps(options: argparse.Namespace, is_shared: bool) -> Result:
+    """Complete all groups of each step, with one queue for all engines or a slice for each."""
+    engines = [MockEngine(options) for _ in range(options.engines)]
+    count, seconds, rollouts = options.prompts, 0.0, []
+    edges = [count * e // len(engines) for e in range(len(engines) + 1)]
+    for step in range(options.steps):
+        prompts, store, calls = [make_prompt(number) for number in range(count)], LocalKVStore(), []
         for number, engine in enumerate(engines):
-            tools = SlowTools(options.tool_s)
-            chat: Any = MockChatTemplate()
-            engine.version = step
-            first, last = (edges[number], edges[number + 1]) if kind == "even slices" else (0, count)
-            tickets = GroupQueue(count, len(engines), counts, "step", num_carried)
+            first, last = (0, count) if is_shared else (edges[number], edges[number + 1])
             call = gather_rollouts(
                 prompts[first:last],
-                GroupQueue(last - first) if kind == "even slices" else tickets,
+                GroupQueue(count, len(engines), store) if is_shared else GroupQueue(last - first),
                 engine,
-                RolloutContext(chat, tools, parse, config),
+                make_context(options),
                 samples=options.samples,
                 greedy=False,
                 seed=step,
                 first_group=first,
-                num_needed_groups=options.prompts if oversample > 1 else None,
-                partial_groups=carried_groups[number],
-                version=step,
             )
             calls.append(call)
         start = time.perf_counter()
         results = await asyncio.gather(*calls)
         seconds += time.perf_counter() - start
-        carried_groups = [result.partials for result in results]
-        groups += len({rollout.group for result in results for rollout in result.rollouts})
-        tokens += sum(rollout.num_actions for result in results for rollout in result.rollouts)
-        num_restarted += sum(result.num_stale for result in results)
-        num_handed += GroupQueue(count, 1, counts, "step").count_claimed()
+        rollouts += [rollout for result in results for rollout in result.rollouts]
     idle = 1 - sum(engine.busy for engine in engines) / (seconds * options.engines * options.concurrency)
-    return seconds, idle, groups, tokens, num_restarted
+    return seconds, idle, count * options.steps, sum(rollout.num_actions for rollout in rollouts), 0
 
 
-def main(arguments: Sequence[str] | None = None) -> list[tuple[float, float, int, int, int]]:
+async def run_oversampled_steps(options: argparse.Namespace) -> Result:
+    """Complete as many groups in each step, the first of those in flight; the engines sleep between steps."""
+    engines, store = [MockEngine(options) for _ in range(options.engines)], LocalKVStore()
+    num_in_flight = max_pending_groups(options.prompts, options.oversample)
+    streams = [
+        GroupStream(
+            GroupQueue(UNLIMITED, len(engines), store),
+            engine,
+            make_context(options),
+            samples=options.samples,
+            max_groups=-(-num_in_flight // len(engines)),
+            timeout=1e6,
+            is_ordered=False,
+        )
+        for engine in engines
+    ]
+    tasks = [asyncio.create_task(stream.run()) for stream in streams]
+    seconds, tokens, num_restarted, num_admitted = 0.0, 0, 0, 0
+    for step in range(options.steps):
+        end = num_in_flight + step * options.prompts
+        admitted = [AdmittedPrompt(make_prompt(number), number, 0) for number in range(num_admitted, end)]
+        num_admitted = end
+        start = time.perf_counter()
+        for stream in streams:
+            await stream.admit(admitted)
+        results = await asyncio.gather(*(stream.collect(options.prompts) for stream in streams))
+        await asyncio.gather(*(stream.pause("retract", sleeps=True) for stream in streams))
+        seconds += time.perf_counter() - start
+        for engine, stream in zip(engines, streams, strict=True):
+            engine.version = step + 1
+            await stream.set_version(step + 1)
+            await stream.resume()
+        tokens += sum(rollout.num_actions for result in results if result for rollout in result.rollouts)
+        num_restarted += sum(result.num_stale for result in results if result)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    idle = 1 - sum(engine.busy for engine in engines) / (seconds * options.engines * options.concurrency)
+    return seconds, idle, options.prompts * options.steps, tokens, num_restarted
+
+
+def main(arguments: Sequence[str] | None = None) -> list[Result]:
     parser = Parser(__doc__)
     sizes: dict[str, int] = {"engines": 4, "steps": 6, "prompts": 32, "samples": 4, "concurrency": 16, "turns": 1}
     for name, value in (sizes | {"max-staleness": 4, "tokens": 400}).items():
@@ -174,9 +216,13 @@ def main(arguments: Sequence[str] | None = None) -> list[tuple[float, float, int
     for name, number in {"sigma": 1.0, "token-s": 0.001, "tool-s": 0.0, "oversample": 1.5}.items():
         parser.add_argument(f"--{name}", type=float, default=number)
     options = parser.parse_args(arguments)
-    results = []
-    for kind in ("even slices", "queue", "queue and over-sampling"):
-        results.append(asyncio.run(steps(kind, options)))
+    results: list[Result] = []
+    for kind, work in (
+        ("even slices", run_steps(options, is_shared=False)),
+        ("queue", run_steps(options, is_shared=True)),
+        ("queue and over-sampling", run_oversampled_steps(options)),
+    ):
+        results.append(asyncio.run(work))
         seconds, idle, groups, tokens, restarted = results[-1]
         print(f"{kind:24} {seconds:7.2f} s  {results[0][0] / seconds:.2f}x  {idle:5.1%} idle  ", end="")
         print(f"{groups} groups, {tokens:,} tokens, {restarted} restarted", flush=True)

@@ -47,7 +47,7 @@ from megarl.config import Config, RolloutConfig, from_dict
 from megarl.config.command_line import Parser, int_in_range, run_cli
 from megarl.engine.client import Client
 from megarl.engine.engine_host import HOST_VARIABLE
-from megarl.engine.engine_protocol import Generation, Policy
+from megarl.engine.engine_protocol import NOT_RECORDED, Generation, Policy, RecordedPrefix
 from megarl.engine.sglang_engine import Engine, start_host
 from megarl.engine.tool_calls import ParsedResponse
 from megarl.models.registry import load_hf_config
@@ -64,7 +64,12 @@ class MockEngine:
     """A mocked engine that answers at once, with as many tokens as requested."""
 
     async def generate(
-        self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: Any = None, **_: Any
+        self,
+        ids: Ids | Sequence[int],
+        params: dict[str, Any],
+        recorded: RecordedPrefix = NOT_RECORDED,
+        on_tokens: Any = None,
+        **_: Any,
     ) -> Generation:
         tokens = np.resize(as_token_ids(ids)[-16:], params["max_new_tokens"])
         return Generation(tokens, np.zeros(len(tokens), np.float32), "length", 0)
@@ -98,10 +103,10 @@ async def run_loop(
     policy: Policy, chat: ChatTemplate, session_prompts: list[Prompt], params: dict[str, Any], options: Any
 ) -> None:
     async def converse(prompt: Prompt, tokens: list[int]) -> None:
-        ids, routed = prompt.token_ids, 0
+        ids, recorded = prompt.token_ids, NOT_RECORDED
         for turn, num_tokens in enumerate(tokens):
-            generated = await policy.generate(ids, {**params, "max_new_tokens": num_tokens}, routed)
-            routed += 0 if generated.routing is None else len(generated.routing)
+            generated = await policy.generate(ids, {**params, "max_new_tokens": num_tokens}, recorded)
+            recorded = generated.extend_prefix(recorded)
             await parse(chat.decode(generated.token_ids), ())
             if turn == options.turns - 1:
                 return

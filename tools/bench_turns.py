@@ -40,7 +40,7 @@ from megarl.config import from_dict
 from megarl.config.command_line import Parser, int_in_range, run_cli
 from megarl.engine.client import Client
 from megarl.engine.engine_host import HOST_VARIABLE
-from megarl.engine.engine_protocol import Generation, Policy
+from megarl.engine.engine_protocol import NOT_RECORDED, Generation, Policy, RecordedPrefix
 from megarl.engine.sglang_engine import Engine, start_host
 from megarl.engine.tool_calls import ParsedResponse, ToolCall
 from megarl.environments.catalog import load_tools
@@ -85,12 +85,17 @@ class FixedLengthEngine:
         """Lengths of the remaining turns, by the seeds of conversations."""
 
     async def generate(
-        self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: Any = None, **_: Any
+        self,
+        ids: Ids | Sequence[int],
+        params: dict[str, Any],
+        recorded: RecordedPrefix = NOT_RECORDED,
+        on_tokens: Any = None,
+        **_: Any,
     ) -> Generation:
         seed = params["sampling_seed"]
         length = self._remaining.setdefault(seed, lengths(self._options, seed)).pop(0)
         turn_params = {**params, "max_new_tokens": length, "ignore_eos": True, "stop_token_ids": []}
-        generated = await self._client.generate(ids, turn_params, routed)
+        generated = await self._client.generate(ids, turn_params, recorded)
         tokens = np.concatenate([generated.token_ids[:-1], as_token_ids([self._end])])
         return Generation(tokens, generated.logprobs, "stop", generated.weight_version, routing=generated.routing)
 
@@ -106,11 +111,16 @@ class LockstepPolicy:
         self._room = asyncio.Semaphore(max_concurrency)
 
     async def generate(
-        self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: Any = None, **_: Any
+        self,
+        ids: Ids | Sequence[int],
+        params: dict[str, Any],
+        recorded: RecordedPrefix = NOT_RECORDED,
+        on_tokens: Any = None,
+        **_: Any,
     ) -> Generation:
         await self._gate.wait()
         async with self._room:
-            generated = await self._policy.generate(ids, params, routed)
+            generated = await self._policy.generate(ids, params, recorded)
         await self._gate.wait()
         return generated
 

@@ -1,6 +1,6 @@
 """Attribute the log-prob differences of engine and trainer to their causes.
 
-Causes are staleness, stale prefixes, routing, truncated sampling, kernels, and the engine's cache.
+Causes are staleness, routing, truncated sampling, kernels, and the engine's cache.
 
     .venv/bin/python tools/mismatch.py RUN_DIR [--step N] [--worst N] [--json]
 

@@ -192,17 +192,17 @@ class TrainConfig:
     """MoE: compute the policy's log-probs and updates with the experts that the engine selected for each token,
     weighted by the trainer's own router (R3, arXiv:2510.11370). Matters in bf16. A rank that leads an engine stores one
     byte (two with more than 256 experts) per token of its conversations, MoE layer and selected expert, and as much
-    again while a model computes; each rank then also stores that of its replica's tokens and its stage's layers. Not
-    available for conversations that newer weights continue (`rollout.oversample`, `rollout.on_weight_sync=retract`),
-    since these prefill their beginning again."""
+    again while a model computes; each rank then also stores that of its replica's tokens and its stage's layers. A
+    conversation that newer weights continue is recorded again from its start, so that all of its tokens are replayed
+    with the experts of the newest weights that read it."""
     sparse_index_replay: bool = False
     """Sparse attention (DeepSeek-V3.2, GLM-5): let the policy's log-probs and updates attend to the keys that the
     engine's indexer chose for each token. Keys at the margin score nearly or, by its ReLU, exactly the same, so that
     rounding alone makes trainer and engine choose others. A rank that leads an engine stores two bytes (four with a
     `rollout.max_context` above 65,535) per chosen key, layer with an indexer and token after the first index_topk of
     its conversations: 250 KB for a token of DeepSeek-V3.2, 4 KB a layer; each rank then also stores that of its
-    replica's tokens and its stage's layers. Conversations up to index_topk tokens cost nothing. With the same limits as
-    `train.routing_replay`."""
+    replica's tokens and its stage's layers. Conversations up to index_topk tokens cost nothing. What newer
+    weights continue is recorded again, as in `train.routing_replay`."""
     indexer_loss_coef: Weight = 0.0
     """Sparse attention: weight of the loss from which the policy's indexers learn, the mean over tokens of the KL
     divergence from attention, over the chosen keys, to the softmax of the indexer's scores (arXiv:2512.02556 section
@@ -341,8 +341,8 @@ class RolloutConfig:
     """Maximum staleness: versions by which a rollout's first token may be older than the weights in training.
     `rollout.asynchronous` starts no prompt earlier: 0 is on policy, 1 overlaps a step's generation with the previous
     step's training. With `rollout.oversample`, rollouts that would exceed it start over. `rollout/staleness_mean` and
-    others report the staleness, `rollout/logprob_diff_stale` compares the log-probs of stale tokens, which are those of
-    the weights that sampled them, and `rollout/logprob_diff_stale_prefix` those of newer tokens after them."""
+    others report the staleness, and `rollout/logprob_diff_stale` compares the log-probs of stale tokens, which are
+    those of the weights that sampled them."""
     request_timeout: Seconds = 600.0
     """Seconds that one response may take once the engine has started on it; then the conversation is aborted."""
     step_timeout: Seconds = 7200.0

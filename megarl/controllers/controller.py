@@ -112,8 +112,6 @@ class Controller(ABC):
     may not be greedy."""
     is_off_policy: ClassVar[bool] = False
     """Whether the loss accepts samples of an older policy, because it has a ratio to that policy and bounds it."""
-    has_fixed_prompts: ClassVar[bool] = False
-    """Whether rollouts must answer exactly the prompts that the controller passes, in their order."""
     has_dynamic_sampling: ClassVar[bool] = False
     """Whether a step may draw prompts beyond those it is given, from `flow.loader`."""
     workers: ClassVar[Mapping[str, str]] = {}
@@ -157,7 +155,6 @@ class Controller(ABC):
             has_scalar_head=cls.has_scalar_head,
             is_group_relative=cls.is_group_relative,
             is_off_policy=cls.is_off_policy,
-            has_fixed_prompts=cls.has_fixed_prompts,
             has_dynamic_sampling=cls.has_dynamic_sampling,
             workers=dict(cls.workers),
         )

@@ -106,7 +106,7 @@ class Evaluator:
     def __init__(self, flow: Flow, items: Sequence[Any]) -> None:
         self._flow, self._items = flow, items
         self._every = flow.config.run.eval_every
-        self._is_async = flow.requirements.has_rollout and flow.config.rollout.asynchronous
+        self._is_async = flow.requirements.has_rollout and flow.rollout.generates_beside_training
         """Whether generation has ranks of its own."""
         self._pending: tuple[int, Evaluation] | None = None
         """The running evaluation, and the step after which it began."""

@@ -31,7 +31,6 @@ class GenerateOptions:
 class GenerateController(PolicyController):
     trained_roles = ()
     is_off_policy = False
-    has_fixed_prompts = True
 
     Options = GenerateOptions
 

@@ -22,6 +22,7 @@ from megarl.controllers.controller import Flow, StepResult
 from megarl.controllers.policy_gradient import PolicyController, PolicyUpdateController
 from megarl.controllers.ppo import PPOController
 from megarl.controllers.remax import ReMaxController
+from megarl.data.datasets import render_prompts
 from megarl.observe.metrics import prefix_metrics, rollout_metrics
 from megarl.parallel.placement import POLICY_ROLES, split_role
 from megarl.parallel.policy_configs import policy_config
@@ -100,7 +101,6 @@ class PoliciesController(PolicyController):
             trained_roles=tuple(trained),
             is_group_relative=any(part.is_group_relative for part in parts.values()),
             is_off_policy=all(part.is_off_policy for part in parts.values()),
-            has_fixed_prompts=any(part.has_fixed_prompts for part in parts.values()),
             has_dynamic_sampling=any(part.has_dynamic_sampling for part in parts.values()),
         )
 
@@ -110,7 +110,8 @@ class PoliciesController(PolicyController):
 
     def step(self, flow: Flow, items: Sequence[Prompt]) -> StepResult:
         results = {
-            policy: algorithm.step(flow_of(flow, policy), items) for policy, algorithm in self.controllers.items()
+            policy: algorithm.step(flow_of(flow, policy), self.render(flow, policy, items))
+            for policy, algorithm in self.controllers.items()
         }
         metrics: dict[str, float] = {}
         for policy, result in results.items():
@@ -118,13 +119,23 @@ class PoliciesController(PolicyController):
             metrics |= prefix_metrics({**result.metrics, **sampled}, policy)
         return replace(results[""], metrics=metrics)
 
+    def render(self, flow: Flow, policy: str, items: Sequence[Prompt]) -> Sequence[Prompt]:
+        """Return the prompts with the tokens of a policy's model, without those that leave it no room for a response.
+
+        Raises ConfigError if none does.
+        """
+        own, first = self.controllers[policy].config, self.config
+        if own.model.path == first.model.path and own.rollout.max_context == first.rollout.max_context:
+            return items
+        chat = flow_of(flow, policy).rollout.context.chat
+        return render_prompts(items, chat.encode_prompt, own.rollout.max_context - 1)[0]
+
     def evaluate(self, flow: Flow, items: Sequence[Prompt]) -> dict[str, float]:
         metrics: dict[str, float] = {}
         for policy, algorithm in self.controllers.items():
-            metrics |= {
-                name if not policy else name.replace("eval/", f"eval/{policy}/", 1): value
-                for name, value in algorithm.evaluate(flow_of(flow, policy), items).items()
-            }
+            result = algorithm.evaluate(flow_of(flow, policy), self.render(flow, policy, items))
+            prefix = f"eval/{policy}/" if policy else "eval/"
+            metrics |= {name.replace("eval/", prefix, 1): value for name, value in result.items()}
         return metrics
 
     def state_dict(self) -> dict[str, Any]:

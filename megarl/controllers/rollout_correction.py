@@ -9,8 +9,8 @@ and the engine samples from another policy. So after an engine (re)start, after 
 each fully verified one, the log-probs of the next sampled tokens are compared. A run whose difference exceeds rounding
 stops.
 
-Only tokens sampled by the weights that both sides have are compared, and none after a token of older weights, whose
-keys and values may be those of the older weights. With `rollout.asynchronous` a step may have no such token; the next
+Only tokens sampled by the weights that both sides have are compared. What precedes them may be of older weights, but
+the engine has read it again with the current ones. With `rollout.asynchronous` a step may have no such token; the next
 step that has some is then checked. Hashes of the engine's tensors, if these are still loaded, tell whether a layer's
 weights are wrong. If they agree, the weights are the trainer's and the computation with them differs."""
 
@@ -48,14 +48,8 @@ def logprob_diff_bound(config: Config) -> float | None:
 
 
 def current_policy_mask(batch: TrainBatch) -> torch.Tensor:
-    """Return [T] bool: action tokens sampled by the current weights, with no token of older weights before them."""
-    if batch.staleness is None:
-        return batch.loss_mask
-    is_stale = (batch.staleness > 0) & batch.loss_mask
-    starts = torch.repeat_interleave(batch.cu_seqlens[:-1], batch.cu_seqlens.diff())
-    num_stale = torch.cat([is_stale.new_zeros(1, dtype=torch.int64), is_stale.long().cumsum(0)])
-    num_stale_before = num_stale[1:] - num_stale[starts.long()]
-    return batch.loss_mask & (num_stale_before == 0)
+    """Return [T] bool: action tokens sampled by the current weights, from keys and values of the current weights."""
+    return batch.loss_mask if batch.staleness is None else batch.loss_mask & (batch.staleness <= 0)
 
 
 def check_same_policy(flow: Flow, batch: TrainBatch, policy: ModelOutput | None = None) -> None:
@@ -210,15 +204,12 @@ def logprob_diff_metrics(batch: TrainBatch, policy: ModelOutput, suffix: str = "
     as in training.
 
     Tokens sampled by older weights also differ by what the policy has learned since; their metrics are `..._stale`.
-    Tokens of the current weights behind such a token are reported as `..._stale_prefix`: the engine has kept the keys
-    and values before them, or recomputed them.
     """
     if policy.logprobs is None:
         return {}
     masks = {"": batch.loss_mask}
     if batch.staleness is not None:
-        fresh, stale = current_policy_mask(batch), batch.loss_mask & (batch.staleness > 0)
-        masks = {"": fresh, "_stale_prefix": batch.loss_mask & ~fresh & ~stale, "_stale": stale}
+        masks = {"": current_policy_mask(batch), "_stale": batch.loss_mask & (batch.staleness > 0)}
     metrics = {}
     for kind, mask in masks.items():
         if (stats := diff_stats(batch.rollout_logprobs, policy.logprobs, mask, batch.all_reduce)) is not None:

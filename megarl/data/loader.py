@@ -307,21 +307,22 @@ class PromptLoader(Generic[Item]):
 
     def next_items(self, count: int) -> Sequence[Item]:
         """Return the next `count` items."""
-        self._last = self._items_at(self._samples, count)
+        self._last = self.items_at(self._samples, count)
         self._samples += count
         return self._last
 
-    def peek(self, steps: int) -> list[Sequence[Item]]:
-        """Return the batches that the next `steps` calls of `next_batch` will return."""
-        return [self._items_at(self._samples + step * self._per_step, self._per_step) for step in range(steps)]
+    @property
+    def position(self) -> int:
+        """Number of items dealt out since the beginning."""
+        return self._samples
 
-    def return_unused(self, count: int) -> None:
-        """Return the last `count` items unused: they are dealt out again next time, in the same order."""
-        if not 0 <= count <= self._samples:
-            raise ValueError(f"{self._samples} prompts were drawn, but {count} are returned")
-        if count:
-            self._samples -= count
-            self._last = []
+    def items_at(self, start: int, count: int) -> Sequence[Item]:
+        """Return the `count` items from position `start` on, without dealing them out."""
+        indices = []
+        for position in range(start, start + count):
+            chosen, epoch, number = self._stream.locate(position)
+            indices.append(self._stream.offsets[chosen] + self._epoch_order(chosen, epoch)[number])
+        return self._prompts.select(indices)
 
     def is_last_batch(self, prompts: Sequence[Item]) -> bool:
         """Return whether these prompts end the last batch, so that `next_items` continues after them."""
@@ -351,13 +352,6 @@ class PromptLoader(Generic[Item]):
                 "data.mixture_weights and data.curriculum_key, or start a new run.dir, or continue anyway with "
                 "run.resume=forced"
             )
-
-    def _items_at(self, start: int, count: int) -> Sequence[Item]:
-        indices = []
-        for position in range(start, start + count):
-            chosen, epoch, number = self._stream.locate(position)
-            indices.append(self._stream.offsets[chosen] + self._epoch_order(chosen, epoch)[number])
-        return self._prompts.select(indices)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -19,7 +19,7 @@ from megarl.controllers.mini_batches import load_policy_loss
 from megarl.data.datasets import check_first_rows
 from megarl.data.loader import check_files, check_no_nan
 from megarl.engine import tool_calls
-from megarl.environments.catalog import COLUMN, load_catalog
+from megarl.environments.catalog import COLUMN
 from megarl.models import megatron_fields, qwen_vl
 from megarl.models.config_json import rope_options
 from megarl.models.family import HFConfig
@@ -354,12 +354,6 @@ def check_algorithm(config: Config, declared: Requirements, warnings: list[str])
     name, kl, rollout = declared.name, config.kl, config.rollout
     if not declared.has_rollout:
         return
-    agents = [entry.spec for entry in load_catalog(rollout).environments.values() if entry.kind == "agent"]
-    if agents and rollout.oversample > 1:
-        raise ConfigError(
-            f"{rollout.oversample=:g} pauses conversations and continues them in a later step, which the agent "
-            f"{agents[0]} does not support; set it to 1, or use rollout.asynchronous"
-        )
     for variable in rollout.pass_env:
         if variable not in os.environ:
             warnings.append(f"rollout.pass_env: {variable} is not set here, so tools and rewards will not have it")

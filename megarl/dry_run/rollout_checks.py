@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from megarl.config import Config, ConfigError
 from megarl.config.keys import max_pending_groups
-from megarl.parallel.placement import engine_ranks, placement_of
+from megarl.parallel.placement import engine_ranks, has_model, placement_of
 from megarl.types.requirements import Requirements
 
 
 def check_asynchronous(config: Config, declared: Requirements, warnings: list[str]) -> None:
-    """Check asynchronous generation: it needs engines on separate ranks and a compatible algorithm."""
+    """Check that asynchronous generation has something to overlap with, and keys that suit it."""
     rollout = config.rollout
     if not rollout.asynchronous or not declared.has_rollout:
         return
@@ -18,21 +18,14 @@ def check_asynchronous(config: Config, declared: Requirements, warnings: list[st
         raise ConfigError(f"{key} with algorithm={declared.name}: nothing trains concurrently; set the first to false")
     if rollout.replay:
         raise ConfigError(f"{key} with rollout.replay: recorded rollouts need no generation; set the first to false")
-    if rollout.oversample > 1:
-        raise ConfigError(
-            f"{key} with {rollout.oversample=:g}: set only one of them; with the first, rollout.max_staleness sets how "
-            "many steps ahead prompts are started"
-        )
-    if declared.has_dynamic_sampling:
-        raise ConfigError(
-            f"{key} with algorithm={declared.name}, which draws extra prompts on demand, while those of the next steps "
-            f"are already running: set the first to false"
-        )
+    engines = set(placement.ranks_of("rollout"))
     for role in declared.roles:
-        if role != "rollout" and (shared := set(placement.ranks_of(role)) & set(placement.ranks_of("rollout"))):
+        shared = engines & set(placement.ranks_of(role)) if role != "rollout" and has_model(config, role) else ()
+        if shared and rollout.on_weight_sync == "in_place":
             raise ConfigError(
-                f"{key} needs engines on ranks of their own, but rank {min(shared)} also runs the {role}: set "
-                f"placement.rollout to ranks without models"
+                f"rollout.on_weight_sync=in_place with engines on the ranks of the {role} (rank {min(shared)}): they "
+                "release their KV cache while it computes, so there is none to keep; set the first to retract, or "
+                "placement.rollout to ranks without models"
             )
     if rollout.max_staleness and not declared.is_off_policy:
         warnings.append(
@@ -51,11 +44,6 @@ def check_oversampling(config: Config, declared: Requirements, warnings: list[st
             f"{rollout.oversample=:g} with rollout.replay: a step gets exactly its recorded rollouts; set the first to "
             "1"
         )
-    if declared.has_fixed_prompts:
-        raise ConfigError(
-            f"{rollout.oversample=:g} with algorithm={declared.name}, which needs samples of exactly the step's "
-            "prompts; set the first to 1"
-        )
     if rollout.max_staleness == 0:
         warnings.append(
             f"{rollout.oversample=:g} with rollout.max_staleness=0: partial rollouts are restarted in the next step, "
@@ -67,41 +55,6 @@ def check_oversampling(config: Config, declared: Requirements, warnings: list[st
             f"old, for which the loss of algorithm={config.algorithm} does not correct; watch rollout/staleness_mean "
             "and rollout/logprob_diff_mean_stale"
         )
-
-
-def check_replayed_prefixes(config: Config, declared: Requirements) -> None:
-    """Check that replayed routing only meets conversations that one version of the weights reads.
-
-    An engine that continues a conversation with newer weights prefills its beginning again, and the new weights choose
-    other experts than the recorded ones, which come from the request that ran it first. The trainer would replay the
-    record, and score later tokens with other keys and values than the engine had.
-    """
-    rollout = config.rollout
-    replayed = "routing_replay" if config.train.routing_replay else "sparse_index_replay"
-    is_replaying = (
-        (config.train.routing_replay or config.train.sparse_index_replay)
-        and declared.trained_roles
-        and declared.has_rollout
-    )
-    if not is_replaying or not rollout.max_staleness:
-        return
-    has_several_turns = rollout.max_turns > 1 and (rollout.tools or rollout.environments)
-    if rollout.oversample > 1:
-        key, remedy = f"{rollout.oversample=:g}", "rollout.oversample to 1"
-    elif rollout.asynchronous and rollout.on_weight_sync == "retract":
-        key = "rollout.asynchronous and rollout.on_weight_sync=retract"
-        remedy = "rollout.on_weight_sync to wait or in_place" + (
-            ", rollout.max_turns to 1" if has_several_turns else ""
-        )
-    elif rollout.asynchronous and has_several_turns:
-        key, remedy = f"rollout.asynchronous and {rollout.max_turns=}", "rollout.max_turns to 1"
-    else:
-        return
-    raise ConfigError(
-        f"train.{replayed} with {key}: newer weights prefill a conversation's beginning again, through other "
-        f"{'experts' if config.train.routing_replay else 'keys'} than are replayed; set the first to false, {remedy}, "
-        "or rollout.max_staleness to 0"
-    )
 
 
 def check_enough_prompts(count: int, config: Config) -> None:

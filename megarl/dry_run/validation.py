@@ -232,7 +232,6 @@ def validate(
         is_reward_builtin = passes(check_reward, config, declared, worker_options(config, "reward", reward))
     is_layout_valid = is_layout_valid and passes(rollout_checks.check_asynchronous, config, declared, warnings)
     passes(rollout_checks.check_oversampling, config, declared, warnings)
-    passes(rollout_checks.check_replayed_prefixes, config, declared)
     is_data_readable = passes(checks.check_data, config, declared, dry_run, warnings)
     is_layout_valid = is_layout_valid and passes(checks.check_schedule, config, declared)
     is_layout_valid = is_layout_valid and passes(checks.check_batch, config, declared, warnings)
@@ -434,13 +433,13 @@ def _facts(
             drafts = f"{rollout.num_speculative_tokens} tokens at a time; the draft layer is {weights}"
             facts["engines"].append(("drafts", drafts))
     for role in served_models.engine_configs:
-        settings = policy_config(config, role)
+        derived = policy_config(config, role)
         turns = "; takes turns with others" if takes_turns(config, roles, role) else ""
         facts[f"{role}"] = [
-            ("SGLang engines", f"{len(engine_ranks(settings))} of tp {settings.rollout.tp}, ep {settings.rollout.ep}"),
+            ("SGLang engines", f"{len(engine_ranks(derived))} of tp {derived.rollout.tp}, ep {derived.rollout.ep}"),
             (
                 "requests at once",
-                f"{settings.rollout.concurrency} an engine, up to {settings.rollout.max_context} tokens each{turns}",
+                f"{derived.rollout.concurrency} an engine, up to {derived.rollout.max_context} tokens each{turns}",
             ),
         ]
     if declared.has_rollout:

@@ -7,6 +7,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -16,7 +17,7 @@ import pybase64
 import torch
 
 from megarl.cpu.sglang_images import request_images
-from megarl.engine.engine_protocol import Generation, RequestFailed, TokenCallback
+from megarl.engine.engine_protocol import NOT_RECORDED, Generation, RecordedPrefix, RequestFailed, TokenCallback
 from megarl.models.routing import RoutingShape
 from megarl.models.sparse_indices import IndexShape, positions
 from megarl.types import Ids, Image, SamplingMask, as_token_ids
@@ -79,7 +80,7 @@ class Client:
         self,
         ids: Ids | Sequence[int],
         params: dict[str, Any],
-        routed: int = 0,
+        recorded: RecordedPrefix = NOT_RECORDED,
         on_tokens: TokenCallback | None = None,
         *,
         images: Sequence[Image] = (),
@@ -97,14 +98,15 @@ class Client:
         if is_truncated:  # return_logprob would be over the whole vocabulary
             body |= {"return_sampling_mask": True, "sampling_logprobs_mode": "selected"}
         request_version = self.weight_version
+        record_start = recorded.next_start(request_version)
         if images:
             body["image_data"] = request_images(images, request_version)
         if request_version is not None:
             body["extra_key"] = str(request_version)
         if self._routing is not None:
-            body |= {"return_routed_experts": True, "routed_experts_start_len": routed}
+            body |= {"return_routed_experts": True, "routed_experts_start_len": record_start}
         if self._indices is not None:  # MegaRL's plugin cuts this record like that of routing
-            body |= {"return_indexer_topk": True, "routed_experts_start_len": routed}
+            body |= {"return_indexer_topk": True, "routed_experts_start_len": record_start}
         self.num_pending += 1
         try:
             status, answer = await self._post("/generate", body, on_tokens)
@@ -118,11 +120,15 @@ class Client:
         try:
             self._check_version(answer["meta_info"], request_version)
             with _pause_gc():
-                return self._parse_generation(answer, len(ids), routed, is_truncated)
+                generation = self._parse_generation(answer, len(ids), record_start, is_truncated)
+            # After a weight sync in flight even the first token may be by newer weights than its keys and values.
+            return generation if request_version is None else replace(generation, weight_version=request_version)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise RequestFailed(f"the engine's response is invalid: {error!r}") from None
 
-    def _parse_generation(self, answer: dict[str, Any], prompt_len: int, routed: int, is_truncated: bool) -> Generation:
+    def _parse_generation(
+        self, answer: dict[str, Any], prompt_len: int, record_start: int, is_truncated: bool
+    ) -> Generation:
         """Parse the response to a prompt of `prompt_len` tokens.
 
         The partial response of an aborted request is kept if it is complete: as many log-probs as tokens, for those
@@ -159,14 +165,13 @@ class Client:
             token_ids, logprobs, sampling_mask = token_ids[:0], logprobs[:0], None
         routing = None
         if self._routing is not None and len(token_ids):
-            routing = decode_routing(
-                meta.get("routed_experts"), prompt_len + len(token_ids) - 1 - routed, self._routing
-            )
+            num_rows = prompt_len + len(token_ids) - 1 - record_start
+            routing = decode_routing(meta.get("routed_experts"), num_rows, self._routing)
         indices = None
         if self._indices is not None and len(token_ids):
-            known = max(routed, self._indices.topk)
-            num_rows = max(0, prompt_len + len(token_ids) - 1 - known)
-            indices = decode_indices(meta.get("indexer_topk"), num_rows, known, self._indices)
+            first = max(record_start, self._indices.topk)
+            num_rows = max(0, prompt_len + len(token_ids) - 1 - first)
+            indices = decode_indices(meta.get("indexer_topk"), num_rows, first, self._indices)
         runs = _parse_weight_versions(meta.get("weight_versions") or (), len(token_ids))
         cached = meta.get("cached_tokens")
         return Generation(
@@ -177,6 +182,7 @@ class Client:
             weight_version=runs[0][0] if runs else int(meta["weight_version"]),
             routing=routing,
             sparse_indices=indices,
+            record_start=record_start,
             sampling_mask=sampling_mask,
             drafted=meta.get("spec_num_proposed_drafts", 0),
             accepted=meta.get("spec_num_correct_drafts", 0),

@@ -385,6 +385,11 @@ class Engine:
         self._call("/abort_request", {"abort_all": True})
         self._flush_cache()
 
+    @property
+    def is_asleep(self) -> bool:
+        """True if some of its memory is released."""
+        return bool(self._asleep)
+
     def _flush_cache(self) -> None:
         """Drop the KV cache. This waits until nothing runs: finished requests may still be leaving."""
         self._call(f"/flush_cache?timeout={self.config.rollout.start_timeout / 2:g}")
@@ -461,7 +466,7 @@ class Engine:
 
 
 async def watch(engine: Engine, client: Client, hang_timeout: float, start_number: int = 0) -> NoReturn:
-    """Watch an engine until it is lost; raises EngineLost with the reason.
+    """Watch an engine until it is lost; raises EngineLost with the reason. While it is asleep, commands to it find out.
 
     hang_timeout: seconds that it may go without a sign of life while requests are pending.
 
@@ -475,7 +480,8 @@ async def watch(engine: Engine, client: Client, hang_timeout: float, start_numbe
         while True:
             now = time.monotonic()
             try:
-                engine.check_running(start_number)
+                if not engine.is_asleep:  # its device is in use, so that it could not start again
+                    engine.check_running(start_number)
             except EngineLost as lost:
                 lost.detection_delay = max(0.0, now - max(last_running, client.last_response_time))
                 raise

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import contextlib
 import json
+import math
 import os
 import pickle
 import time
@@ -133,17 +134,17 @@ class EnvironmentPool:
             raise
         return EnvironmentSession(self, messages, schemas, process)
 
-    async def run_agent(self, prompt: Prompt, base_url: str, api_key: str, limit: float) -> Any:
+    async def run_agent(self, prompt: Prompt, base_url: str, api_key: str) -> Any:
         """Run an agent as a client of the policy, in an exclusive process, and return its result.
 
-        Raises SessionLost if it raises, its process dies, or `limit` seconds have passed.
+        Raises SessionLost if it raises or its process dies.
         """
         environment = self.catalog.find_environment(prompt)
         assert environment is not None and environment.kind == "agent"
         process = await self._lease(environment)
         order = {"do": "run", "row": build_row(prompt), "base_url": base_url, "api_key": api_key}
         try:
-            answer = await process.request(order, "", prompt.id, limit)
+            answer = await process.request(order, "", prompt.id, limit=math.inf)
         except BaseException:  # unknown work may still be running in it
             process.kill(f"{environment.name} failed")
             raise
@@ -291,20 +292,9 @@ class EnvironmentSession:
         self.messages, self.schemas = messages, list(schemas)
         self._schema_by_name = {schema["function"]["name"]: schema for schema in schemas}
         self._pool, self._process = pool, process
-        self._call_tasks: dict[int, asyncio.Task[ToolResult]] = {}
 
-    async def call(self, number: int, name: str, arguments: Any) -> ToolResult:
-        """Call a tool; failures inside it become the result's text.
-
-        Repeating a `number`, which counts the conversation's calls, returns the earlier result without a new call, so
-        that a conversation halted mid-call can continue. Raises SessionLost if the environment is lost.
-        """
-        if number not in self._call_tasks or self._call_tasks[number].cancelled():
-            task = self._call_tasks[number] = asyncio.create_task(self._call(name, arguments))
-            task.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody may wait any more
-        return await asyncio.shield(self._call_tasks[number])
-
-    async def _call(self, name: str, arguments: Any) -> ToolResult:
+    async def call(self, name: str, arguments: Any) -> ToolResult:
+        """Call a tool; failures inside it become the result's text. Raises SessionLost if the environment is lost."""
         if name not in self._schema_by_name:
             available = ", ".join(self._schema_by_name) or "none"
             return ToolResult(f"Error: unknown tool {name!r}; available: {available}", False)
@@ -340,12 +330,8 @@ class EnvironmentSession:
             return RewardFailure(f"{process.info.name}: reward: {error}")
 
     def close(self) -> None:
-        """Release the process after the environment's `close`; safe to call twice.
-
-        A running call is cancelled and its process killed.
-        """
-        for task in self._call_tasks.values():
-            task.cancel()
+        """Release the process after the environment's `close`, or kill it if it is still at work; safe to call
+        twice."""
         process, self._process = self._process, None
         if process is not None and not process.lost_reason:
             if process.lock.locked():

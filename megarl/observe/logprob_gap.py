@@ -5,15 +5,13 @@ trainer's log-prob before the updates (`rollout_table`). With `train.routing_rep
 the experts that the engine chose, one through the experts that it chooses itself. So the gap is a sum:
 
     log p_trainer - log p_engine  =  (own experts - replayed experts)  +  (replayed experts - log p_engine)
-                                      routing                              staleness, a stale prefix ..., or the rest
+                                      routing                              staleness, a cut-off, or the rest
 
 *Routing* is measured as the difference of two passes with the same weights and kernels. Training with replay is free of
 it. Without replay there is only one pass, and routing is part of the remainder. Each token's remainder is attributed to
 the first of these causes that applies:
 
     staleness   the token was sampled with older weights than the trainer's
-    prefix      an earlier token of the rollout was, but not this one: the engine kept the prefix's cache or recomputed
-                it with newer weights; with replayed routing, the trainer's path through the experts may differ, too
     cut-off     sampling was truncated (`rollout.top_p`, `top_k`, `min_p`): both sides normalize over the tokens that
                 the engine kept, so only kernels differ, amplified or damped by the small support. With a single token
                 in the support the gap is 0
@@ -22,8 +20,9 @@ the first of these causes that applies:
     cache       the same, for a turn with cached tokens: keys and values left by another request or by an earlier turn
                 of the conversation, whose sampled tokens were decoded one by one, in other batches
 
-Recordings without `turn_cached_tokens` have `kernels and cache` instead, split into first turns, where only the prompt
-can come from the cache, and later ones.
+Where it is unknown what was cached, the cause is `kernels and cache`, split into first turns, where only the prompt can
+come from the cache, and later ones: in recordings without `turn_cached_tokens`, and for tokens with which newer weights
+continued a turn, because only its first request is on record.
 
 `kernels` and `cache` cover different tokens, and tokens late in a long conversation may be of a different kind. So
 `compare_twins` compares like with like: samples of one prompt share prefixes, and where several sampled the same token
@@ -43,7 +42,7 @@ from megarl.observe.rollout_table import Record
 from megarl.types import Rollout
 
 REMAINDER_CAUSES = (
-    *("staleness", "stale prefix", "truncated sampling", "kernels, nothing cached", "cache, and kernels"),
+    *("staleness", "truncated sampling", "kernels, nothing cached", "cache, and kernels"),
     *("kernels and cache, first turn", "kernels and cache, later turns"),
 )
 """Causes of the remainder (the gap without routing), indexed by `LogprobGaps.cause_ids`."""
@@ -115,19 +114,23 @@ def _sampled_tokens(record_index: int, record: Record, weight_version: int) -> n
     tokens["staleness"] = staleness = (weight_version - versions).clip(min=0)
     tokens["mask_size"] = mask_sizes = np.zeros(len(tokens), np.int32) if mask is None else mask.counts.numpy()
     tokens["cached_tokens"] = cached = _cached_by_token(rollout)
-    has_stale_prefix = np.maximum.accumulate(staleness) > 0
     is_first_turn = np.repeat(np.cumsum([turn.is_action for turn in turns]) <= 1, lengths)[is_action]
-    conditions = [staleness > 0, has_stale_prefix, mask_sizes > 0, cached == 0, cached > 0, is_first_turn]
-    tokens["cause_id"] = np.select(conditions, range(6), 6)
+    conditions = [staleness > 0, mask_sizes > 0, cached == 0, cached > 0, is_first_turn]
+    tokens["cause_id"] = np.select(conditions, range(5), 5)
     return tokens
 
 
 def _cached_by_token(rollout: Rollout) -> np.ndarray:
-    """Return [actions] int32: for each sampled token, the cached tokens at the start of its turn."""
-    turns = [turn for turn in rollout.turns if turn.is_action]
-    return np.repeat(
-        np.array([turn.cached_tokens for turn in turns], np.int32), [len(turn.token_ids) for turn in turns]
-    )
+    """Return [actions] int32: for each sampled token, the cached tokens at the start of its turn; -1 if newer weights
+    continued the turn, by a request of their own."""
+    counts = [
+        (turn.cached_tokens if index == 0 else -1, tokens)
+        for turn in rollout.turns
+        if turn.is_action
+        for index, (_, tokens) in enumerate(turn.version_spans)
+    ]
+    cached, tokens = np.array(counts, np.int32).reshape(-1, 2).T
+    return np.repeat(cached, tokens)
 
 
 @dataclass(frozen=True)
@@ -189,8 +192,8 @@ def compare_twins(records: Sequence[Record], weight_version: int) -> list[Cause]
     """Compare the engine's log-probs of the same token after the same prefix, by what was cached for each.
 
     Each token is compared with the first of its twins without cached tokens or, if all had some, with the first twin.
-    Only tokens count that were sampled from the full vocabulary with weights `weight_version`, after no token of other
-    weights, and whose cached tokens are on record. Trainer log-probs are not needed. `share` is always 0 here.
+    Only tokens count that were sampled from the full vocabulary with weights `weight_version`, and whose cached tokens
+    are on record. Trainer log-probs are not needed. `share` is always 0 here.
     """
     parts = [part for record in records if (part := _hash_prefixes(record.rollout, weight_version)) is not None]
     if not parts:
@@ -218,7 +221,7 @@ def _hash_prefixes(rollout: Rollout, weight_version: int) -> tuple[np.ndarray, n
     prefix = np.cumsum(_splitmix64(_splitmix64(ids) + np.arange(len(ids), dtype=np.uint64)), dtype=np.uint64)[is_action]
     cached = _cached_by_token(rollout)
     is_other_version = np.concatenate([turn.token_versions for turn in action_turns]) != weight_version
-    keep = ~np.maximum.accumulate(is_other_version) & (cached >= 0)
+    keep = ~is_other_version & (cached >= 0)
     if rollout.sampling_mask is not None:
         keep &= rollout.sampling_mask.counts.numpy() == 0
     logprobs = np.concatenate([turn.logprobs for turn in action_turns]).astype(np.float64)

@@ -21,6 +21,9 @@ class KVStore:
     def add(self, name: str, more: int) -> int:
         return add_to_counter(name, more)
 
+    def remove(self, name: str) -> None:
+        dist.distributed_c10d._get_default_store().delete_key(name)
+
     def put(self, name: str, value: Any) -> None:
         store, content = dist.distributed_c10d._get_default_store(), seal(encode(value), name)
         offsets = range(0, len(content), _CHUNK_BYTES)

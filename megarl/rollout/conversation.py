@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from megarl.chat_format.chat_messages import format_call, format_call_id
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.chat_format.observations import count_reserved_tokens, truncate_observations
 from megarl.config import ConfigError, RolloutConfig
-from megarl.engine.engine_protocol import Policy, RequestFailed
+from megarl.engine.engine_protocol import Generation, Policy, RequestFailed
 from megarl.engine.tool_calls import ParseFunction
 from megarl.environments.process_sessions import EnvironmentPool, EnvironmentSession
 from megarl.environments.protocol import SessionLost, ToolResult
@@ -32,7 +33,53 @@ from megarl.types import (
 if TYPE_CHECKING:
     from megarl.rollout.session_server import SessionServer
 
-T = TypeVar("T")
+TIMEOUT_REASON = "it did not finish within rollout.step_timeout"
+
+
+class Deadline:
+    """A time limit that stands still while the policy is asleep. when: event-loop time; None for no limit."""
+
+    def __init__(self, when: float | None = None) -> None:
+        self._when, self._suspended_at = when, float("inf")
+        self._running: set[asyncio.Timeout] = set()
+
+    @asynccontextmanager
+    async def limit(self) -> AsyncIterator[None]:
+        """Raise TimeoutError in the body at the deadline."""
+        async with asyncio.timeout_at(self._next) as timeout:
+            self._running.add(timeout)
+            try:
+                yield
+            finally:
+                self._running.discard(timeout)
+
+    @property
+    def is_over(self) -> bool:
+        return self._next is not None and asyncio.get_running_loop().time() >= self._next
+
+    def suspend(self) -> None:
+        """Stop the clock until `resume`."""
+        self._suspended_at = asyncio.get_running_loop().time()
+        self._reschedule()
+
+    def resume(self) -> None:
+        if self._when is not None and self._is_suspended:
+            self._when += asyncio.get_running_loop().time() - self._suspended_at
+        self._suspended_at = float("inf")
+        self._reschedule()
+
+    @property
+    def _is_suspended(self) -> bool:
+        return self._suspended_at < float("inf")
+
+    @property
+    def _next(self) -> float | None:
+        return None if self._is_suspended else self._when
+
+    def _reschedule(self) -> None:
+        for timeout in self._running:
+            if not timeout.expired():
+                timeout.reschedule(self._next)
 
 
 @dataclass(frozen=True)
@@ -40,8 +87,6 @@ class RolloutContext:
     """Everything a conversation needs besides the policy.
 
     Attributes:
-        halt: set to stop all conversations where they are, to continue in a later step. Whoever sets it must make the
-            policy return its open requests.
         on_rollout_finished: called with each finished conversation, except aborted ones; its group number is not set
         get_session_server: returns the server that agents query, started on first use; None without agents
     """
@@ -50,13 +95,8 @@ class RolloutContext:
     environments: EnvironmentPool
     parse_tool_calls: ParseFunction
     config: RolloutConfig
-    halt: asyncio.Event = field(default_factory=asyncio.Event)
     on_rollout_finished: Callable[[Rollout], None] = lambda rollout: None
     get_session_server: Callable[[], Awaitable[SessionServer]] | None = None
-
-
-class Halted(Exception):
-    """The conversation must stop at this point."""
 
 
 async def run_conversation(
@@ -64,52 +104,27 @@ async def run_conversation(
     policy: Policy,
     context: RolloutContext,
     params: dict[str, Any],
-    deadline: float | None = None,
+    deadline: Deadline | None = None,
 ) -> PartialRollout:
-    """Continue a conversation to its end or until `context.halt` is set.
+    """Run a `Conversation` to its end."""
+    return await Conversation(partial, policy, context, params).run(deadline or Deadline())
 
-    A halted conversation has status None and can be continued. It keeps every token that the policy sampled, and its
-    session: a tool call that was running is not repeated. A conversation with an environment but no session, as loaded
-    from a checkpoint, restarts.
+
+class Conversation:
+    """One conversation, new or continued: from a checkpoint it may be in the middle of a turn of the policy.
+
+    One with an environment but no session, as loaded from a checkpoint, restarts.
 
     The conversation stays within `max_context` tokens, the policy within `max_turns` turns, and each turn within
-    `max_new_tokens`, however often it is halted. Each tool result is truncated to `max_tool_response_tokens` tokens,
-    and all results of a turn to the remaining context.
-
-    The final status is one of:
-
-    - `stop`: the policy ended a turn without a call, or with an end token that leaves no room for a result
-    - `length`: a turn or the context was full
-    - `max_turns`: the policy called a tool in its last turn
-    - `aborted`: the engine aborted the request, a request failed, the environment was lost, or the conversation was not
-      done by `deadline` (event-loop time). `failure` holds the reason, and the turns so far are kept.
+    `max_new_tokens`. Each tool result is truncated to `max_tool_response_tokens` tokens, and all results of a turn to
+    the remaining context.
 
     Args:
         params: SGLang's sampling parameters without max_new_tokens, which follows from the budget
+
+    Attributes:
+        state: its progress
     """
-    conversation = _Conversation(partial, policy, context, params)
-    failure = ""
-    try:
-        async with asyncio.timeout_at(deadline):
-            status = await conversation.run()
-            result = replace(conversation.state, status=status)
-            if status != "aborted":
-                result = replace(result, env_reward=await conversation.get_reward())
-        return conversation.close(result)
-    except Halted:
-        return conversation.state
-    except TimeoutError:
-        failure = "it did not finish within rollout.step_timeout"
-    except (RequestFailed, SessionLost) as error:
-        failure = str(error)
-    except BaseException:
-        conversation.close(conversation.state)
-        raise
-    return conversation.close(replace(conversation.state, status="aborted", failure=failure))
-
-
-class _Conversation:
-    """One running conversation. `state` is its progress, and is what remains if it is interrupted."""
 
     def __init__(
         self, partial: PartialRollout, policy: Policy, context: RolloutContext, params: dict[str, Any]
@@ -118,11 +133,45 @@ class _Conversation:
         self._policy, self._context, self._params = policy, context, params
 
     @property
+    def oldest_version(self) -> float:
+        """Oldest version of the weights that sampled a token; infinity if there is none."""
+        return self.state.oldest_version
+
+    async def run(self, deadline: Deadline) -> PartialRollout:
+        """Run it to its end and return it without its session. The final status is one of:
+
+        - `stop`: the policy ended a turn without a call, or with an end token that leaves no room for a result
+        - `length`: a turn or the context was full
+        - `max_turns`: the policy called a tool in its last turn
+        - `aborted`: the engine aborted the request, a request failed, the environment was lost, or the conversation
+          was not done by `deadline`. `failure` holds the reason, and the turns so far are kept.
+        """
+        try:
+            async with deadline.limit():
+                status = await self._converse()
+                result = replace(self.state, status=status)
+                if status != "aborted":
+                    result = replace(result, env_reward=await self._get_reward())
+            return result.close()
+        except TimeoutError:
+            failure = TIMEOUT_REASON
+        except (RequestFailed, SessionLost) as error:
+            failure = str(error)
+        except BaseException:
+            self.state.close()
+            raise
+        return replace(self.state, status="aborted", failure=failure).close()
+
+    def with_tokens(self, generations: Sequence[Generation]) -> PartialRollout:
+        """Return the state with the tokens of an unfinished request, if any, added to the policy's turn."""
+        return _add_tokens(self.state, generations[0]) if generations else self.state
+
+    @property
     def _session(self) -> EnvironmentSession:
         assert self.state.session is not None
         return self.state.session
 
-    async def run(self) -> Status:
+    async def _converse(self) -> Status:
         if self.state.session is None:
             await self._open_session()
         while True:
@@ -136,7 +185,7 @@ class _Conversation:
         chat, config = self._context.chat, self._context.config
         state = self.state if chat.catalog.find_environment(self.state.prompt) is None else self.state.restart()
         task = state.prompt
-        session = await self._run_unless_halted(self._context.environments.open_session(task))
+        session = await self._context.environments.open_session(task)
         self.state = replace(state, session=session)
         if session.messages == task.messages and session.schemas == chat.catalog.select_schemas(task):
             return
@@ -152,19 +201,13 @@ class _Conversation:
             )
         self.state = replace(PartialRollout.begin(prompt, state.seed), original_prompt=task, session=session)
 
-    async def get_reward(self) -> RewardResult | None:
+    async def _get_reward(self) -> RewardResult | None:
         """Return the environment's reward for the finished conversation."""
         state = self.state
         assistant_messages = [message for message in state.messages if message["role"] == "assistant"]
         answer = str(assistant_messages[-1].get("content") or "") if assistant_messages else ""
         turns = [self._context.chat.decode(turn.token_ids) for turn in state.turns if turn.is_action]
         return await self._session.reward(answer, state.messages, turns)
-
-    def close(self, now: PartialRollout) -> PartialRollout:
-        """Release the session and return the conversation without it."""
-        if now.session is not None:
-            now.session.close()
-        return replace(now, session=None)
 
     async def _generate_turn(self) -> Status | None:
         """Generate the policy's turn, or the rest of it. Returns None if the turn may end with a call."""
@@ -176,27 +219,11 @@ class _Conversation:
         images = sequence_images(state.turns)
         options: dict[str, Any] = {"images": images} if images else {}
         params = {**self._params, "max_new_tokens": budget}
-        out = await self._policy.generate(context, params, state.num_routed, **options)
-        turns, last_token = state.turns, None
-        if len(out.token_ids):
-            new_turn, last_token = out.to_turn(), int(out.token_ids[-1])
-            turns = (*turns[:-1], merge_turns(turns[-1], new_turn)) if state.num_turn_tokens else (*turns, new_turn)
-        state = self.state = replace(
-            state,
-            turns=turns,
-            num_turn_tokens=state.num_turn_tokens + len(out.token_ids),
-            drafted=state.drafted + out.drafted,
-            accepted=state.accepted + out.accepted,
-            routing=state.routing if out.routing is None else (*state.routing, out.routing),
-            sparse_indices=(
-                state.sparse_indices if out.sparse_indices is None else (*state.sparse_indices, out.sparse_indices)
-            ),
-            sampling_masks=state.extend_masks(out.sampling_mask, len(out.token_ids)),
-        )
+        out = await self._policy.generate(context, params, state.recorded, **options)
+        state = self.state = _add_tokens(state, out)
+        last_token = int(out.token_ids[-1]) if len(out.token_ids) else None
         # complete even if it was aborted at that moment
         is_complete = last_token in chat.end_token_ids or len(out.token_ids) == budget
-        if out.finish_reason == "abort" and not is_complete and self._context.halt.is_set():
-            raise Halted
         self.state = replace(state, is_turn_complete=True, num_turns=state.num_turns + 1)
         if last_token is not None and last_token == chat.end_of_call:
             return None
@@ -222,7 +249,7 @@ class _Conversation:
         turn = self._decode_turn()
         previous_role = str(state.messages[-1]["role"]) if state.messages else "user"
         content_start = chat.find_content_start(turn, previous_role)  # ignore calls inside its reasoning
-        reply = await self._run_unless_halted(context.parse_tool_calls(turn[content_start:], schemas))
+        reply = await context.parse_tool_calls(turn[content_start:], schemas)
         reply = replace(reply, text=turn[:content_start] + reply.text)
         known_names = {schema["function"]["name"] for schema in schemas}
         names = [call.name if call.name in known_names else "error" for call in reply.calls]
@@ -237,9 +264,8 @@ class _Conversation:
         if not has_call or state.num_turns == config.max_turns:
             self._append_messages(assistant_message)
             return "max_turns" if has_call else "stop"
-        calls = enumerate(reply.calls, state.tool_calls)
-        work = asyncio.gather(*(self._session.call(number, call.name, call.arguments) for number, call in calls))
-        results = [self._check_images(result) for result in await self._run_unless_halted(work)]
+        outputs = await asyncio.gather(*(self._session.call(call.name, call.arguments) for call in reply.calls))
+        results = list(map(self._check_images, outputs))
         images = [Image(data) for result in results for data in result.images]
         counts = [len(result.images) for result in results]
         texts = [*(result.text for result in results), *([f"Error: {reply.error}"] if reply.error else ())]
@@ -282,20 +308,21 @@ class _Conversation:
             return ToolResult(f"Error: the tool returned an image that cannot be read: {error}", False)
         return result
 
-    async def _run_unless_halted(self, work: Awaitable[T]) -> T:
-        """Await `work`; cancel it and raise `Halted` if `halt` is set first."""
-        working = asyncio.ensure_future(work)
-        halted = asyncio.ensure_future(self._context.halt.wait())
-        try:
-            await asyncio.wait({working, halted}, return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
-                raise Halted
-            return working.result()
-        finally:
-            halted.cancel()
-            if not working.done():
-                working.cancel()
-                await asyncio.gather(working, return_exceptions=True)
+
+def _add_tokens(state: PartialRollout, out: Generation) -> PartialRollout:
+    """Add the tokens of a request, with their records, to the policy's current turn."""
+    turns = state.turns
+    if len(out.token_ids):
+        new_turn = out.to_turn()
+        turns = (*turns[:-1], merge_turns(turns[-1], new_turn)) if state.num_turn_tokens else (*turns, new_turn)
+    return replace(
+        state.extend_record(out),
+        turns=turns,
+        num_turn_tokens=state.num_turn_tokens + len(out.token_ids),
+        drafted=state.drafted + out.drafted,
+        accepted=state.accepted + out.accepted,
+        sampling_masks=state.extend_masks(out.sampling_mask, len(out.token_ids)),
+    )
 
 
 def _add_placeholders(messages: Sequence[Message], counts: Sequence[int]) -> list[Message]:

@@ -23,6 +23,10 @@ class SharedStore(Protocol):
         """Remove and return a stored value."""
         ...
 
+    def remove(self, name: str) -> None:
+        """Remove a counter."""
+        ...
+
 
 UNLIMITED = sys.maxsize
 """Number of groups in continuous generation."""
@@ -47,6 +51,10 @@ class LocalKVStore:
     def get(self, name: str) -> Any:
         return self._values.pop(name)
 
+    def remove(self, name: str) -> None:
+        with self._lock:
+            self._counts.pop(name, None)
+
 
 class GroupQueue:
     """The groups of one generation, each claimed by the next engine that asks.
@@ -54,10 +62,10 @@ class GroupQueue:
     A slow engine thus holds only the groups it has started, and a lost engine's incomplete groups return to the queue.
 
     Args:
-        num_groups: number of groups to start, numbered from 0
+        num_groups: number of groups to start
         store, name: store of the counters and their prefix in it, the same for all engines of this generation and used
             by no other
-        num_partial_groups: groups that engines continue besides these
+        first: number of the first group
     """
 
     def __init__(
@@ -66,14 +74,14 @@ class GroupQueue:
         num_engines: int = 1,
         store: SharedStore | None = None,
         name: str = "groups",
-        num_partial_groups: int = 0,
+        first: int = 0,
     ) -> None:
-        self._num_groups, self.num_engines = num_groups, num_engines
+        self._num_groups, self.num_engines, self.first = num_groups, num_engines, first
         self._store: SharedStore = store or LocalKVStore()
-        self._name, self._claimed_key, self._complete_key = name, f"{name}/taken", f"{name}/complete"
+        self._name, self._claimed_key = name, f"{name}/taken"
         self._reclaimed: set[int] = set()
         """Indices of returned groups that some engine has claimed again."""
-        self.groups_per_engine = -(-(num_groups + num_partial_groups) // num_engines)
+        self.groups_per_engine = -(-num_groups // num_engines)
         """Maximum number of groups that an engine should start at once. Otherwise the first engine to ask would claim
         all of a small generation while the others idle."""
 
@@ -82,19 +90,11 @@ class GroupQueue:
         if self.count_claimed() == self._num_groups:
             return None  # do not count repeated requests
         number = self._store.add(self._claimed_key, 1) - 1
-        return number if number < self._num_groups else None
+        return self.first + number if number < self._num_groups else None
 
     def count_claimed(self) -> int:
-        """Return how many groups are claimed, which are those with lower numbers."""
+        """Return how many groups are claimed, which are the first ones."""
         return min(self._store.add(self._claimed_key, 0), self._num_groups)
-
-    def mark_complete(self, step: int = 0) -> int:
-        """Count a group as complete, and return how many were before, over all engines. Each step has its counter."""
-        return self._store.add(f"{self._complete_key}/{step}", 1) - 1
-
-    def count_complete(self, step: int = 0) -> int:
-        """Return how many groups are complete."""
-        return self._store.add(f"{self._complete_key}/{step}", 0)
 
     def count_aborted(self, increment: int = 0) -> int:
         """Add `increment` aborted conversations and return their number over all engines."""
@@ -127,3 +127,19 @@ class GroupQueue:
     def count_lost_engines(self, increment: int = 0) -> int:
         """Add `increment` lost engines and return their number."""
         return self._store.add(f"{self._name}/lost", increment)
+
+    # --- complete groups of a continuous generation, by their place among all groups of a version of the weights
+
+    def next_place(self, version: int) -> int:
+        """Return the place of another complete group, in order of completion."""
+        return self._store.add(f"{self._name}/order/{version}", 1) - 1
+
+    def mark_complete(self, version: int, place: int) -> None:
+        self._store.add(f"{self._name}/complete/{version}/{place}", 1)
+
+    def is_complete(self, version: int, place: int) -> bool:
+        return self._store.add(f"{self._name}/complete/{version}/{place}", 0) > 0
+
+    def unmark(self, version: int, place: int) -> None:
+        """Forget a complete group that all engines know of, or that has to be completed again."""
+        self._store.remove(f"{self._name}/complete/{version}/{place}")

@@ -1,4 +1,4 @@
-"""The state of a conversation, which can be halted and continued in a later step, and its file in a checkpoint."""
+"""The state of a conversation, and the file in a checkpoint of those that outlast a step."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 
 from megarl.checkpoint.manifest import Entry, HashingFile, write_hashed
 from megarl.config import ConfigError
+from megarl.engine.engine_protocol import NOT_RECORDED, Generation, RecordedPrefix, num_recorded
 from megarl.environments.process_sessions import EnvironmentSession
 from megarl.parallel.encoding import decode, encode
 from megarl.types import Branch, Ids, Message, Prompt, RewardResult, Rollout, SamplingMask, Status, Turn, as_branches
@@ -64,10 +65,15 @@ class PartialRollout:
         """Start a conversation from a rendered prompt (with `token_ids`)."""
         return PartialRollout(prompt, seed, (Turn(prompt.token_ids, images=prompt.images),), prompt.messages)
 
-    def restart(self) -> PartialRollout:
-        """Close its session and start again from the original prompt."""
+    def close(self) -> PartialRollout:
+        """Close its session, if any, and return it without."""
         if self.session is not None:
             self.session.close()
+        return replace(self, session=None)
+
+    def restart(self) -> PartialRollout:
+        """Close its session and start again from the original prompt."""
+        self.close()
         return PartialRollout.begin(self.original_prompt or self.prompt, self.seed)
 
     @property
@@ -79,12 +85,24 @@ class PartialRollout:
         return sum(len(turn.token_ids) for turn in self.turns)
 
     @property
-    def num_routed(self) -> int:
-        """Number of leading tokens with known routing or sparse attention indices."""
+    def recorded(self) -> RecordedPrefix:
+        """The leading tokens with known routing or sparse attention indices, which the newest request has read."""
         known = 0
         for routing, indices in zip_longest(self.routing, self.sparse_indices):
             known = num_recorded(known, routing, indices)
-        return known
+        versions = [turn.weight_version for turn in self.turns if turn.is_action]
+        return RecordedPrefix(known, versions[-1]) if versions else NOT_RECORDED
+
+    def extend_record(self, more: Generation) -> PartialRollout:
+        """Return the conversation with the record of a response: appended, or in place of a record by older weights."""
+        if not more.has_record:
+            return self
+        routing, indices = (self.routing, self.sparse_indices) if more.record_start else ((), ())
+        return replace(
+            self,
+            routing=routing if more.routing is None else (*routing, more.routing),
+            sparse_indices=indices if more.sparse_indices is None else (*indices, more.sparse_indices),
+        )
 
     def extend_masks(self, more: SamplingMask | None, tokens: int) -> tuple[SamplingMask, ...]:
         """Return `sampling_masks` extended by the masks of `tokens` newly sampled tokens.
@@ -100,11 +118,9 @@ class PartialRollout:
         return (*earlier, more)
 
     @property
-    def oldest_version(self) -> int | None:
-        """Oldest weight version that sampled one of its tokens; None if there is none."""
-        return min(
-            (version for turn in self.turns if turn.is_action for version, _ in turn.version_spans), default=None
-        )
+    def oldest_version(self) -> float:
+        """Oldest weight version that sampled one of its tokens; infinity if there is none."""
+        return min(oldest_version(branch.turns) for branch in (*self.earlier_branches, self))
 
     def to_rollouts(self, group: int, sample: int) -> list[Rollout]:
         """Convert a finished conversation to rollouts, one per branch, which all have the status of the last."""
@@ -138,6 +154,12 @@ Group = tuple[PartialRollout, ...]
 """All conversations of one prompt, ordered by sample."""
 
 
+def oldest_version(turns: Sequence[Turn]) -> float:
+    """Return the oldest weight version that sampled a token of these turns; infinity if there is none."""
+    versions = (version for turn in turns if turn.is_action for version, _ in turn.version_spans)
+    return min(versions, default=float("inf"))
+
+
 def merge_turns(turn: Turn, more: Turn) -> Turn:
     """Concatenate two parts of a policy turn. `cached_tokens` is that of the request that sampled its first token."""
     spans: list[tuple[int, int]] = []
@@ -153,16 +175,6 @@ def merge_turns(turn: Turn, more: Turn) -> Turn:
         versions=tuple(spans) if len(spans) > 1 else (),
         cached_tokens=turn.cached_tokens if len(turn.token_ids) else more.cached_tokens,
     )
-
-
-def num_recorded(known: int, routing: torch.Tensor | None, indices: torch.Tensor | None) -> int:
-    """Return the number of leading tokens whose record is known after a request with this record for the rest.
-
-    known: the number before. A record of sparse attention indices starts after the first topk tokens.
-    """
-    if routing is not None:
-        return known + len(routing)
-    return known if indices is None or not len(indices) else max(known, indices.shape[2]) + len(indices)
 
 
 def write_groups(file: Path, groups: Sequence[Group]) -> Entry:

@@ -1,4 +1,4 @@
-"""Bound concurrent requests to the policy, and block them during a weight sync."""
+"""Bound concurrent requests to the policy, and hold them back while it is asleep or gets new weights."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ import numpy as np
 import torch
 
 from megarl.config import OnWeightSync
-from megarl.engine.engine_protocol import Generation, Policy, TokenCallback
-from megarl.rollout.conversation import Halted
-from megarl.rollout.partial_rollouts import merge_turns, num_recorded
+from megarl.engine.engine_protocol import NOT_RECORDED, Generation, Policy, RecordedPrefix, TokenCallback
+from megarl.rollout.partial_rollouts import merge_turns
 from megarl.types import Ids, Image, SamplingMask, as_token_ids
 
 _RETRY_S = 0.1
@@ -33,8 +32,8 @@ class RequestGate:
         is_admitting: whether conversations may start
     """
 
-    def __init__(self, policy: Policy, num_slots: int, halt: asyncio.Event) -> None:
-        self.policy, self.num_slots, self.halt = policy, num_slots, halt
+    def __init__(self, policy: Policy, num_slots: int) -> None:
+        self.policy, self.num_slots = policy, num_slots
         self.free_slots = asyncio.Semaphore(num_slots)
         self.num_conversations = self.num_idle = self.num_requests = 0
         self.is_admitting = True
@@ -44,10 +43,9 @@ class RequestGate:
         self._busy_seconds, self._counted_at = 0.0, time.monotonic()
         self._busy_interval: tuple[float, float] | None = None
 
-    async def wait_for_room(self) -> bool:
-        """Wait for room for another conversation; return False if all must stop."""
-        await self.wait_until(lambda: self.halt.is_set() or self._has_room())
-        return not self.halt.is_set()
+    async def wait_for_room(self) -> None:
+        """Wait for room for another conversation."""
+        await self.wait_until(self._has_room)
 
     def _has_room(self) -> bool:
         has_free_slot = self.num_conversations - self.num_idle < self.num_slots
@@ -64,12 +62,8 @@ class RequestGate:
         self.num_conversations += 1
         return RequestSlot(self)
 
-    def stop(self) -> None:
-        self.halt.set()
-        self.notify()
-
     async def pause(self, mode: OnWeightSync) -> None:
-        """Free the policy for a weight sync; nothing starts until `reopen`. Raises EngineLost.
+        """Free the policy for a weight sync or for sleep; nothing starts until `reopen`. Raises EngineLost.
 
         `mode` says what becomes of running requests: abort them and continue later ("retract"), keep them in an engine
         that pauses itself ("in_place"), or let their conversations end ("wait").
@@ -82,7 +76,8 @@ class RequestGate:
         while self.num_requests and mode == "retract":
             await self.policy.stop()
             with suppress(TimeoutError):  # then repeat: a request may have been in flight
-                await asyncio.wait_for(self.wait_until(lambda: not self.num_requests), _RETRY_S)
+                async with asyncio.timeout(_RETRY_S):
+                    await self.wait_until(lambda: not self.num_requests)
 
     def reopen(self) -> None:
         """Admit conversations and requests again, and continue aborted requests."""
@@ -118,28 +113,35 @@ class RequestGate:
 class RequestSlot:
     """The policy as seen by one conversation, which waits for a free slot.
 
-    A request aborted by a weight sync continues with the new weights: its tokens are kept, and their keys and values
-    are recomputed.
+    A request aborted by a pause continues after it, if need be with new weights: its tokens are kept, and their keys
+    and values are recomputed.
     """
 
     def __init__(self, gate: RequestGate) -> None:
-        self._gate, self._is_idle, self._num_requests = gate, False, 0
+        self._gate, self._is_idle = gate, False
+        self._requests: dict[object, Generation | None] = {}
+        """The tokens so far of each request that waits or runs; an agent may send several at once."""
+
+    @property
+    def interrupted(self) -> list[Generation]:
+        """The tokens so far of requests that a pause has aborted and that are not done."""
+        return [generation for generation in self._requests.values() if generation is not None]
 
     async def generate(
         self,
         ids: Ids | Sequence[int],
         params: dict[str, Any],
-        routed: int = 0,
+        recorded: RecordedPrefix = NOT_RECORDED,
         on_tokens: TokenCallback | None = None,
         *,
         images: Sequence[Image] = (),
     ) -> Generation:
-        self._num_requests += 1
+        self._requests[request := object()] = None
         self._set_idle(is_idle=False)
-        async with self._gate.free_slots:
-            try:
+        try:
+            async with self._gate.free_slots:
                 options: dict[str, Any] = {"images": images} if images else {}
-                generation = await self._request(ids, params, routed, on_tokens, options)
+                generation = await self._request(ids, params, recorded, on_tokens, options)
                 while generation.finish_reason == "abort" and not self._gate.open.is_set():
                     new_ids, budget = generation.token_ids, params["max_new_tokens"] - len(generation.token_ids)
                     if len(new_ids) and int(new_ids[-1]) in params.get("stop_token_ids", ()):
@@ -147,31 +149,30 @@ class RequestSlot:
                         return replace(generation, finish_reason="stop", abort_reason="")
                     if not budget:
                         return replace(generation, finish_reason="length", abort_reason="")
-                    num_routed = num_recorded(routed, generation.routing, generation.sparse_indices)
+                    prefix = generation.extend_prefix(recorded)
                     context = np.concatenate([as_token_ids(ids), new_ids])
                     remaining = {**params, "max_new_tokens": budget}
-                    more = await self._request(context, remaining, num_routed, on_tokens, options)
+                    self._requests[request] = generation if len(new_ids) else None
+                    more = await self._request(context, remaining, prefix, on_tokens, options)
                     generation = merge_generations(generation, more)
                 return generation
-            finally:
-                self._num_requests -= 1
-                self._set_idle(is_idle=not self._num_requests)  # an agent may send concurrent requests
+        finally:
+            del self._requests[request]
+            self._set_idle(is_idle=not self._requests)
 
     async def _request(
         self,
         ids: Ids | Sequence[int],
         params: dict[str, Any],
-        num_routed: int,
+        recorded: RecordedPrefix,
         on_tokens: TokenCallback | None,
         options: dict[str, Any],
     ) -> Generation:
         gate = self._gate
         await gate.open.wait()
-        if gate.halt.is_set():
-            raise Halted
         gate.count_requests(1)
         try:
-            return await gate.policy.generate(ids, params, num_routed, on_tokens, **options)
+            return await gate.policy.generate(ids, params, recorded, on_tokens, **options)
         finally:
             gate.count_requests(-1)
 
@@ -193,10 +194,16 @@ class RequestSlot:
 
 
 def merge_generations(first: Generation, second: Generation) -> Generation:
-    """Join an aborted generation with its continuation. A token's routing comes from the request that ran it first."""
+    """Join an aborted generation with its continuation, whose record replaces the first one's if it begins with it."""
+    if not second.has_record:
+        recorded = [first]
+    elif first.has_record and second.record_start > first.record_start:
+        recorded = [first, second]
+    else:
+        recorded = [second]
     turn = merge_turns(first.to_turn(), second.to_turn())
-    routings = [part for part in (first.routing, second.routing) if part is not None]
-    indices = [part for part in (first.sparse_indices, second.sparse_indices) if part is not None]
+    routings = [part for part in (part.routing for part in recorded) if part is not None]
+    indices = [part for part in (part.sparse_indices for part in recorded) if part is not None]
     masks = [part for part in (first.sampling_mask, second.sampling_mask) if part is not None]
     return replace(
         second,
@@ -206,6 +213,7 @@ def merge_generations(first: Generation, second: Generation) -> Generation:
         versions=turn.versions,
         routing=torch.cat(routings) if routings else None,
         sparse_indices=torch.cat(indices) if indices else None,
+        record_start=recorded[0].record_start,
         sampling_mask=SamplingMask.concat(masks) if masks else None,
         drafted=first.drafted + second.drafted,
         accepted=first.accepted + second.accepted,

@@ -21,9 +21,10 @@ from megarl.models.sparse_indices import IndexShape
 from megarl.processes.children import ProcessLimits
 from megarl.rollout.conversation import RolloutContext
 from megarl.rollout.group_queue import GroupQueue
-from megarl.rollout.group_stream import GroupStream, OnBusyInterval
+from megarl.rollout.group_stream import AdmittedPrompt, GroupStream
+from megarl.rollout.partial_rollouts import Group
 from megarl.rollout.request_gate import OVERCOMMIT, RequestGate
-from megarl.rollout.scheduler import GenerationResult, Group, gather_rollouts
+from megarl.rollout.scheduler import GenerationResult, gather_rollouts
 from megarl.rollout.session_server import SessionServer
 from megarl.rollout.session_server.recording import SessionMetrics
 from megarl.types import Prompt, Rollout
@@ -86,6 +87,8 @@ class RolloutRunner:
         """Clients of running generations outside the stream."""
         self._pause_lock, self._is_paused = asyncio.Lock(), False
         """Held while no request may be sent to the engine."""
+        self._is_asleep = False
+        """True while the stream, alone, is paused because the engine sleeps or another generation uses it."""
 
     def set_config(self, config: RolloutConfig) -> None:
         """Use these settings for conversations that start from now on; a stream also for the limits of running ones."""
@@ -108,8 +111,6 @@ class RolloutRunner:
         greedy: bool = False,
         seed: int = 0,
         first_group: int = 0,
-        num_needed_groups: int | None = None,
-        partial_groups: Sequence[Group] = (),
         num_total: int | None = None,
         check: Callable[[], None] = lambda: None,
         held_out: bool = False,
@@ -143,9 +144,6 @@ class RolloutRunner:
                     seed=seed,
                     first_group=first_group,
                     deadline=deadline,
-                    num_needed_groups=num_needed_groups,
-                    partial_groups=partial_groups,
-                    version=self._engine.weight_version,
                     num_total=num_total,
                     watch=partial(self._watch, client, self._engine.start_number),
                     on_gate_opened=lambda gate: self._client_by_gate.update({gate: client}),
@@ -169,12 +167,10 @@ class RolloutRunner:
             self._on_engine_lost(lost)
             raise
 
-    # --- continuous generation
+    # --- generation that outlasts a step
 
-    def start_stream(
-        self, queue: GroupQueue, *, samples: int, max_groups: int, on_busy_interval: OnBusyInterval
-    ) -> None:
-        """Start continuous generation until `close`; see `GroupStream`. The engine must be ready."""
+    def start_stream(self, queue: GroupQueue, **settings: Any) -> None:
+        """Start continuous generation until `close`. The engine must be ready. settings: of `GroupStream`."""
 
         async def start() -> None:
             client = await self._new_client().__aenter__()
@@ -182,11 +178,9 @@ class RolloutRunner:
                 queue,
                 client,
                 self._make_context(client, self._config),
-                samples=samples,
-                max_groups=max_groups,
                 timeout=self._config.step_timeout,
-                on_busy_interval=on_busy_interval,
                 on_engine_lost=self._on_engine_lost,
+                **settings,
             )
             self._run_stream(self._stream, client)
 
@@ -196,22 +190,38 @@ class RolloutRunner:
         self._client, self._stream_engine_start = client, self._engine.start_number
         self._stream_task = asyncio.create_task(stream.run(partial(self._watch, client, self._stream_engine_start)))
 
-    def admit(self, prompts: Sequence[Prompt], seed: int) -> None:
-        """Allow the groups of one more step to start."""
-        self._submit(self._running_stream.admit(prompts, seed)).result()
+    def admit(self, prompts: Sequence[AdmittedPrompt]) -> None:
+        """Allow further groups to start."""
+        self._submit(self._running_stream.admit(prompts)).result()
 
-    def collect(self, count: int, check: Callable[[], None] = lambda: None) -> Future[GenerationResult | None]:
+    def set_version(self, version: int) -> None:
+        """Apply `GroupStream.set_version`, before `resume`."""
+        self._submit(self._running_stream.set_version(version)).result()
+
+    def hold_claims(self, is_held: bool) -> None:
+        """Stop claiming groups, or go on."""
+        self._submit(self._running_stream.hold_claims(is_held)).result()
+
+    def snapshot(self) -> list[Group]:
+        """Return the result of `GroupStream.snapshot`."""
+        return self._submit(self._running_stream.snapshot()).result()
+
+    def collect(
+        self, count: int, first_group: int, check: Callable[[], None] = lambda: None
+    ) -> Future[GenerationResult | None]:
         """Return the result of `GroupStream.collect`. `check` is as in `start_generation`."""
 
         async def run() -> GenerationResult | None:
-            result = await _run_watched(self._run_unless_stream_fails(self._running_stream.collect(count)), check)
+            collected = self._running_stream.collect(count, first_group)
+            result = await _run_watched(self._run_unless_stream_fails(collected), check)
             return None if result is None else await self._drop_aborted(result)
 
         return self._submit(run())
 
     def pause(self, mode: OnWeightSync) -> None:
-        """Free the engine for a weight sync until `resume`, see `RequestGate.pause`. A lost engine is free."""
-        if self._stream is None and not self._client_by_gate:
+        """Free the engine for a weight sync until `resume`, see `RequestGate.pause`. A lost engine is free, and one
+        that sleeps."""
+        if self._is_asleep or (self._stream is None and not self._client_by_gate):
             return
         self._submit(self._pause(mode)).result()
         if mode == "in_place" and not (self._stream is not None and self._stream.is_lost):
@@ -219,6 +229,17 @@ class RolloutRunner:
                 self._engine.pause_generation()
             except EngineLost as lost:
                 self._on_engine_lost(lost)
+
+    def sleep(self, mode: OnWeightSync) -> None:
+        """Pause the stream until `resume`, so that the engine can sleep. No other generation may be running."""
+        if self._stream is not None and not self._is_asleep:
+            self._is_asleep = True
+            self._submit(self._run_unless_stream_fails(self._stream.pause(mode, sleeps=True))).result()
+
+    def wake(self) -> None:
+        """Undo `sleep`."""
+        if self._is_asleep:
+            self.resume()
 
     async def _pause(self, mode: OnWeightSync) -> None:
         await self._pause_lock.acquire()
@@ -235,7 +256,7 @@ class RolloutRunner:
             self._on_engine_lost(lost)
 
     def resume(self) -> None:
-        """Continue with the new weights; if the stream's engine was lost, reconnect with a new client."""
+        """Continue with the engine's weights; if the stream's engine was lost, reconnect with a new client."""
         if self._stream is None and not self._is_paused:
             return
         needs_reconnect = self._stream is not None and (
@@ -247,6 +268,7 @@ class RolloutRunner:
 
     async def _resume(self, reconnect: bool = False) -> None:
         """Reopen all gates, that of the stream with a new client if `reconnect`."""
+        self._is_asleep = False
         for gate, client in self._client_by_gate.items():
             client.weight_version = self._engine.weight_version
             gate.reopen()
@@ -347,15 +369,17 @@ class RolloutRunner:
         """Stop the engine from working on aborted rollouts: it drops all requests, and a stream resumes its own."""
         if result.engine_loss is not None or (self._stream is not None and self._stream.is_lost):
             return result
-        statuses = [conversation.status for group in result.partials for conversation in group]
-        if "aborted" in [*statuses, *(rollout.status for rollout in result.rollouts)]:
+        if any(rollout.status == "aborted" for rollout in result.rollouts):
+            is_asleep = self._is_asleep
             try:
-                await self._pause("retract")
+                if not is_asleep:
+                    await self._pause("retract")
                 await asyncio.to_thread(self._engine.abort_requests)
             except EngineLost as lost:
                 self._on_engine_lost(lost)
             finally:
-                await self._resume()
+                if not is_asleep:
+                    await self._resume()
         return result
 
     def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:

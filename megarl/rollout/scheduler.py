@@ -1,66 +1,83 @@
-"""Schedule one engine's share of a generation.
+"""Schedule one engine's share of a generation: groups start while the engine has capacity.
 
-Groups start while the engine has capacity, and all conversations stop once enough groups are complete. `run_agent` runs
-one episode of an agent, which is a client of the policy in its own process, and collects what its session recorded.
+`GroupRun` runs the conversations of one group. `AgentEpisode` is one episode of an agent, which is a client of the
+policy in its own process, and collects what its session recorded.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.engine.engine_protocol import EngineLost, Policy
 from megarl.environments.protocol import SessionLost
 from megarl.rollout.aborted import TooManyAborted, is_over_abort_limit
-from megarl.rollout.conversation import RolloutContext, build_sampling_params, derive_seed, run_conversation
+from megarl.rollout.conversation import (
+    TIMEOUT_REASON,
+    Conversation,
+    Deadline,
+    RolloutContext,
+    build_sampling_params,
+    derive_seed,
+)
 from megarl.rollout.group_queue import GroupQueue
-from megarl.rollout.partial_rollouts import Group, PartialRollout
+from megarl.rollout.partial_rollouts import Group, PartialRollout, oldest_version
 from megarl.rollout.request_gate import RequestGate, RequestSlot
+from megarl.rollout.session_server.recording import AgentSession
 from megarl.types import Prompt, RewardFailure, RewardResult, Rollout, as_token_ids
 from megarl.types.reward_values import RewardError, parse_reward
 
 
-async def run_agent(
-    partial: PartialRollout,
-    policy: Policy,
-    context: RolloutContext,
-    params: dict[str, Any],
-    deadline: float | None = None,
-) -> PartialRollout:
-    """Run an agent on a prompt until it returns.
+class AgentEpisode:
+    """One episode of an agent, with the interface of `Conversation`. Without its process it can only start over."""
 
-    The result is the last branch of the episode; all others are in `earlier_branches`. It is `aborted` if the agent
-    raises, its process dies, it never queries the policy, it is not done by `deadline`, or one of its requests failed.
-    """
-    loop = asyncio.get_running_loop()
-    assert context.get_session_server is not None, "agents are not available here"
-    server = await context.get_session_server()
-    session = server.open(partial.prompt, policy, params, deadline, partial.seed)
-    limit = context.config.step_timeout if deadline is None else max(0.0, deadline - loop.time())
-    value = None
-    try:
-        value = await context.environments.run_agent(partial.prompt, session.base_url, session.key, limit)
-    except SessionLost as error:
-        session.fail(str(error))
-    finally:
-        await server.close(session)
-    *earlier, last = session.collect_branches()
-    reward: RewardResult | None = None  # left to the reward functions
-    if value is not None and last.status != "aborted":
+    def __init__(
+        self, partial: PartialRollout, policy: Policy, context: RolloutContext, params: dict[str, Any]
+    ) -> None:
+        self.state = partial
+        self._policy, self._context, self._params = policy, context, params
+        self._session: AgentSession | None = None
+
+    @property
+    def oldest_version(self) -> float:
+        """Oldest version of the weights that sampled a token; infinity if there is none."""
+        return float("inf") if self._session is None else self._session.tree.oldest_version
+
+    async def run(self, deadline: Deadline) -> PartialRollout:
+        """Run the agent until it returns.
+
+        The result is the last branch of the episode; all others are in `earlier_branches`. It is `aborted` if the agent
+        raises, its process dies, it never queries the policy, it is not done by `deadline`, or one of its requests
+        failed.
+        """
+        partial, context = self.state, self._context
+        assert context.get_session_server is not None, "agents are not available here"
+        server = await context.get_session_server()
+        session = self._session = server.open(partial.prompt, self._policy, self._params, deadline, partial.seed)
+        value = None
         try:
-            reward = parse_reward(value, sum(turn.is_action for turn in last.turns))
-        except (RewardError, TypeError) as error:
-            reward = RewardFailure(f"the agent: {error}")
-    return replace(last, earlier_branches=tuple(earlier), env_reward=reward)
+            async with deadline.limit():
+                value = await context.environments.run_agent(partial.prompt, session.base_url, session.key)
+        except TimeoutError:
+            session.fail(TIMEOUT_REASON)
+        except SessionLost as error:
+            session.fail(str(error))
+        finally:
+            await server.close(session)
+        *earlier, last = session.collect_branches()
+        reward: RewardResult | None = None  # left to the reward functions
+        if value is not None and last.status != "aborted":
+            try:
+                reward = parse_reward(value, sum(turn.is_action for turn in last.turns))
+            except (RewardError, TypeError) as error:
+                reward = RewardFailure(f"the agent: {error}")
+        return replace(last, earlier_branches=tuple(earlier), env_reward=reward)
 
 
-_POLL_S = 0.1
-"""Seconds between checks for enough complete groups, and between repeated requests to stop the policy."""
 _RETURNED_POLL_S = 0.5
 """Seconds between an idle engine's checks for groups that a lost engine returned."""
 
@@ -71,22 +88,22 @@ class GenerationResult:
 
     Attributes:
         rollouts: rollouts of complete groups, ordered by group, then by sample
-        partials: groups to continue in a later step, on this engine
-        num_stale: conversations restarted because their first tokens were too stale
+        num_stale: for a stream, conversations restarted because their first tokens were too stale
         num_slots: maximum number of concurrent requests to the policy
         busy_seconds: slot-seconds during which a request was running
         group_ages: for a stream, seconds since each group started
+        prompts: for a stream, the original prompts by group number
         num_interrupted: conversations that were running on the engine when it was lost
         num_restarted: conversations of lost engines that were restarted on this one
     """
 
     rollouts: list[Rollout]
-    partials: list[Group]
     num_stale: int = 0
     num_slots: int = 0
     seconds: float = 0.0
     busy_seconds: float = 0.0
     group_ages: tuple[float, ...] = ()
+    prompts: Mapping[int, Prompt] = field(default_factory=dict)
     engine_loss: EngineLost | None = None
     num_interrupted: int = 0
     num_restarted: int = 0
@@ -95,7 +112,6 @@ class GenerationResult:
         """Combine with a later result of the same engine or of its replacement."""
         return GenerationResult(
             sorted([*self.rollouts, *later.rollouts], key=lambda rollout: rollout.group),
-            [*self.partials, *later.partials],
             num_stale=self.num_stale + later.num_stale,
             num_slots=max(self.num_slots, later.num_slots),
             seconds=self.seconds + later.seconds,
@@ -140,9 +156,6 @@ async def gather_rollouts(
     seed: int,
     first_group: int = 0,
     deadline: float | None = None,
-    num_needed_groups: int | None = None,
-    partial_groups: Sequence[Group] = (),
-    version: int = 0,
     num_total: int | None = None,
     watch: Callable[[], Coroutine[Any, Any, None]] = wait_forever,
     on_gate_opened: Callable[[RequestGate], None] = lambda gate: None,
@@ -154,16 +167,9 @@ async def gather_rollouts(
     Conversations that wait for tools make room for others.
 
     If the engine is lost, the result holds the groups complete by then. In every other group, finished conversations
-    are kept and the rest are reset to their prompt; the group returns to the queue for any engine with room, or to
-    `partials` if enough groups are complete.
+    are kept and the rest are reset to their prompt; the group returns to the queue for any engine with room.
 
     Args:
-        num_needed_groups: groups wanted over all engines. Once that many are complete, all other conversations stop
-            where they are. These groups are numbered in order of completion. Groups completed later become partials,
-            which count immediately in a later step.
-        partial_groups: partials to continue before any new group starts; requires `num_needed_groups`
-        version: version of the policy's weights. A conversation with a token from weights more than
-            `config.max_staleness` versions older is restarted.
         num_total: rollouts of the generation over all engines. If more than `config.max_aborted_frac` of these are
             aborted while others are running, `TooManyAborted` is raised. Without it, and after the deadline, all
             conversations are awaited.
@@ -171,119 +177,73 @@ async def gather_rollouts(
         watch: runs concurrently and raises `EngineLost` when the engine is lost; the policy may raise it too
         on_gate_opened: receives the request gate, because a weight sync closes it first
     """
-    if partial_groups and num_needed_groups is None:
-        raise ValueError("partial rollouts can be continued only if the number of groups needed is given")
-
-    context.halt.clear()
     start = time.monotonic()
-    gate = RequestGate(policy, max(1, min(context.config.concurrency, samples * queue.groups_per_engine)), context.halt)
+    gate = RequestGate(policy, max(1, min(context.config.concurrency, samples * queue.groups_per_engine)))
     on_gate_opened(gate)
-    remaining_partials = deque(sorted(partial_groups, key=lambda group: not _is_finished(group)))
+    limit = Deadline(deadline)
     complete: dict[int, Group] = {}
-    partials: list[Group] = []
-    active: dict[int, tuple[int, list[PartialRollout]]] = {}
-    """Incomplete groups and their numbers, in the order in which they started."""
-    num_stale = num_restarted = turn = 0
+    active: dict[int, GroupRun] = {}
+    """Incomplete groups by number."""
+    num_restarted = 0
     queue_updates = ShieldedTasks()
 
-    async def next_group() -> None:
-        nonlocal num_stale, num_restarted, turn
-        number: int | None = 0
+    async def claim_group() -> None:
+        nonlocal num_restarted
         group: Group
-        if remaining_partials:
-            group = remaining_partials.popleft()
-            stale_flags = [
-                partial.oldest_version is not None and version - partial.oldest_version > context.config.max_staleness
-                for partial in group
-            ]
-            num_stale += sum(stale_flags)
-            pairs = zip(group, stale_flags, strict=True)
-            group = tuple(partial.restart() if is_stale else partial for partial, is_stale in pairs)
-        elif (returned := await asyncio.to_thread(queue.claim_returned)) is not None:
+        if (returned := await asyncio.to_thread(queue.claim_returned)) is not None:
             num_restarted += returned.num_interrupted
             number, group = returned.number, returned.group
         elif (number := await asyncio.to_thread(queue.claim)) is not None:
             group = make_group(prompts[number], context.chat, seed, first_group + number, samples)
         else:
             return
-        assert number is not None
-        turn += 1
-        active[turn] = number, list(group)
-
-    async def finish(number: int, group: Group) -> None:
-        if num_needed_groups is not None:
-            number = await asyncio.to_thread(queue.mark_complete)
-            if number + 1 >= num_needed_groups:
-                gate.stop()
-            if number >= num_needed_groups:
-                partials.append(group)
-                return
-        complete[number] = group
+        active[number] = GroupRun(group, gate, context, greedy, limit, on_aborted)
 
     failures: list[str] = []
 
     async def on_aborted(reason: str) -> None:
-        if num_total is None or (deadline is not None and asyncio.get_running_loop().time() >= deadline):
+        if num_total is None or limit.is_over:
             return
         failures.append(reason)
         count = await asyncio.to_thread(queue.count_aborted, 1)
         if count < num_total and is_over_abort_limit(count, num_total, context.config):
             raise TooManyAborted(count, num_total, failures)
 
-    async def run_claimed_group(turn: int, slots: dict[int, RequestSlot]) -> None:
-        number, group = active[turn]
-        await run_group(group, slots, context, greedy, deadline, on_aborted)
-        del active[turn]
-        if _is_finished(group):
-            await queue_updates.run(finish(number, tuple(group)))
-        else:
-            partials.append(tuple(group))
+    async def run_claimed_group(number: int) -> None:
+        complete[number] = await active[number].run()
+        del active[number]
 
     engine_loss: EngineLost | None = None
     try:
         async with asyncio.TaskGroup() as task_group:
-            watchers = [task_group.create_task(watch())]
-            if num_needed_groups is not None:
-                watchers.append(task_group.create_task(_stop_when_enough(queue, num_needed_groups, gate)))
+            watcher = task_group.create_task(watch())
             tasks: set[asyncio.Task[None]] = set()
-            while await gate.wait_for_room():
-                previous_turn = turn
-                await queue_updates.run(next_group())
-                if turn > previous_turn:
-                    tasks.add(task_group.create_task(run_claimed_group(turn, open_slots(active[turn][1], gate))))
+            while True:
+                await gate.wait_for_room()
+                known = set(active)
+                await queue_updates.run(claim_group())
+                if claimed := active.keys() - known:
+                    tasks |= {task_group.create_task(run_claimed_group(number)) for number in claimed}
                 elif not tasks:
                     break
                 else:
                     await asyncio.wait(tasks, timeout=_RETURNED_POLL_S, return_when=asyncio.FIRST_COMPLETED)
                 tasks = {task for task in tasks if not task.done()}
-            if tasks:
-                await asyncio.wait(tasks)
-            for watcher in watchers:
-                watcher.cancel()
+            watcher.cancel()
     except BaseExceptionGroup as errors:
         engine_loss = get_engine_loss(errors)
     num_interrupted = 0
     if engine_loss is not None:
         await queue_updates.wait_all()
-        num_complete = await asyncio.to_thread(queue.count_complete)
-        has_enough = num_needed_groups is not None and num_complete >= num_needed_groups
-        unfinished = [ReturnedGroup.restart(number, group) for number, group in active.values()]
-        num_interrupted = sum(returned.num_interrupted for returned in unfinished)
-        unfinished += [ReturnedGroup.restart(0, group) for group in remaining_partials]
-        remaining_partials.clear()
-        for returned in unfinished:
-            if has_enough:
-                assert returned.group is not None
-                partials.append(returned.group)
-            else:
-                await asyncio.to_thread(queue.return_group, returned)
+        for number, run in active.items():
+            returned = ReturnedGroup.restart(number, run.partials)
+            num_interrupted += returned.num_interrupted
+            await asyncio.to_thread(queue.return_group, returned)
     return GenerationResult(
         [rollout for number in sorted(complete) for rollout in to_rollouts(complete[number], first_group + number)],
-        [*partials, *remaining_partials],
-        num_stale,
-        gate.num_slots,
-        time.monotonic() - start,
-        gate.measure_busy_seconds(),
+        num_slots=gate.num_slots,
+        seconds=time.monotonic() - start,
+        busy_seconds=gate.measure_busy_seconds(),
         engine_loss=engine_loss,
         num_interrupted=num_interrupted,
         num_restarted=num_restarted,
@@ -319,52 +279,88 @@ def make_group(prompt: Prompt, chat: ChatTemplate, seed: int, group: int, sample
     return tuple(PartialRollout.begin(prompt, derive_seed(seed, group, sample)) for sample in range(samples))
 
 
-def open_slots(group: Sequence[PartialRollout], gate: RequestGate) -> dict[int, RequestSlot]:
-    """Open a request slot for each unfinished conversation, keyed by sample."""
-    return {sample: gate.open_slot() for sample, partial in enumerate(group) if partial.status is None}
+class GroupRun:
+    """The concurrent conversations of one group. Creating it takes their room at the gate.
 
+    on_aborted: called with the reason as soon as a conversation is aborted.
 
-async def run_group(
-    group: list[PartialRollout],
-    slots: dict[int, RequestSlot],
-    context: RolloutContext,
-    greedy: bool,
-    deadline: float | None,
-    on_aborted: Callable[[str], Coroutine[Any, Any, None]] | None = None,
-) -> None:
-    """Run the group's conversations concurrently and store each result at its index in `group`.
-
-    `on_aborted` is called with the reason as soon as a conversation is aborted.
+    Attributes:
+        partials: by sample, the finished conversation, or the one that `run` starts from
     """
 
-    async def converse(sample: int, slot: RequestSlot) -> None:
-        partial = group[sample]
-        params = build_sampling_params(context.config, context.chat, greedy, partial.seed)
-        if partial.session is None and context.chat.catalog.environments:
+    def __init__(
+        self,
+        group: Group,
+        gate: RequestGate,
+        context: RolloutContext,
+        greedy: bool,
+        deadline: Deadline,
+        on_aborted: Callable[[str], Coroutine[Any, Any, None]] | None = None,
+    ) -> None:
+        self.partials, self.deadline = list(group), deadline
+        self._gate, self._context, self._greedy, self._on_aborted = gate, context, greedy, on_aborted
+        self._slots = {sample: gate.open_slot() for sample, partial in enumerate(group) if partial.status is None}
+        self._conversations: dict[int, Conversation | AgentEpisode] = {}
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._task_group = asyncio.TaskGroup()
+
+    async def run(self) -> Group:
+        """Run all conversations to their ends and return them."""
+        async with self._task_group:
+            for sample in self._slots:
+                self._start(sample)
+        return tuple(self.partials)
+
+    def snapshot(self) -> Group:
+        """Return the conversations as they are now, without sessions; those of agents at their beginning."""
+        partials = list(self.partials)
+        for sample, conversation in self._conversations.items():
+            if isinstance(conversation, Conversation):
+                partials[sample] = conversation.with_tokens(self._slots[sample].interrupted)
+        return tuple(replace(partial, session=None) for partial in partials)
+
+    def restart_stale(self, oldest_allowed: int) -> int:
+        """Restart running conversations with a token of weights before version `oldest_allowed`; return how many."""
+        stale = [sample for sample in self._conversations if self._oldest_version(sample) < oldest_allowed]
+        for sample in stale:
+            self._tasks[sample].cancel()  # which closes its session
+            self.partials[sample] = self.partials[sample].restart()
+            self._slots[sample] = self._gate.open_slot()
+            self._start(sample)
+        return len(stale)
+
+    def _oldest_version(self, sample: int) -> float:
+        """Return the oldest version of the weights that sampled a token of a running conversation."""
+        interrupted = [generation.to_turn() for generation in self._slots[sample].interrupted]
+        return min(self._conversations[sample].oldest_version, oldest_version(interrupted))
+
+    def _start(self, sample: int) -> None:
+        self._tasks[sample] = self._task_group.create_task(self._converse(sample, self._slots[sample]))
+
+    async def _converse(self, sample: int, slot: RequestSlot) -> None:
+        partial, context = self.partials[sample], self._context
+        params = build_sampling_params(context.config, context.chat, self._greedy, partial.seed)
+        if context.chat.catalog.environments:
             slot.mark_idle()  # a reset may take a while
+        is_run_by_agent = context.chat.catalog.is_run_by_agent(partial.prompt)
+        conversation = (AgentEpisode if is_run_by_agent else Conversation)(partial, slot, context, params)
+        self._conversations[sample] = conversation
         try:
-            is_agent = context.chat.catalog.is_run_by_agent(partial.prompt)
-            result = await (run_agent if is_agent else run_conversation)(partial, slot, context, params, deadline)
+            result = await conversation.run(self.deadline)
         finally:
             slot.release()
-        group[sample] = result
-        if result.status not in (None, "aborted"):
+            if self._conversations.get(sample) is conversation:  # unless it has been restarted
+                del self._conversations[sample]
+        self.partials[sample] = result
+        if result.status != "aborted":
             context.on_rollout_finished(result.to_rollout(0))  # an episode is scored by its last branch
-        if result.status == "aborted" and on_aborted is not None:
-            await on_aborted(result.failure)
-
-    async with asyncio.TaskGroup() as task_group:
-        for sample, slot in slots.items():
-            task_group.create_task(converse(sample, slot))
+        elif self._on_aborted is not None:
+            await self._on_aborted(result.failure)
 
 
 def to_rollouts(group: Group, number: int) -> list[Rollout]:
     """Return the group's rollouts by sample; the branches of an episode are consecutive."""
     return [rollout for sample, partial in enumerate(group) for rollout in partial.to_rollouts(number, sample)]
-
-
-def _is_finished(group: Sequence[PartialRollout]) -> bool:
-    return all(partial.status is not None for partial in group)
 
 
 def get_engine_loss(errors: BaseExceptionGroup[BaseException]) -> EngineLost:
@@ -375,18 +371,3 @@ def get_engine_loss(errors: BaseExceptionGroup[BaseException]) -> EngineLost:
     if not isinstance(error, EngineLost):
         raise error from None
     return error
-
-
-async def _stop_when_enough(queue: GroupQueue, num_needed_groups: int, gate: RequestGate) -> None:
-    """Stop all conversations once `num_needed_groups` groups are complete on any engine, and abort open requests."""
-    while not gate.halt.is_set():
-        try:
-            async with asyncio.timeout(_POLL_S):
-                await gate.halt.wait()
-        except TimeoutError:
-            if await asyncio.to_thread(queue.count_complete) >= num_needed_groups:
-                gate.stop()
-    while True:  # repeat: a request may have been in flight
-        if gate.num_requests:
-            await gate.policy.stop()
-        await asyncio.sleep(_POLL_S)

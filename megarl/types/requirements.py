@@ -28,7 +28,6 @@ class Requirements:
     has_scalar_head: bool = False
     is_group_relative: bool = False
     is_off_policy: bool = False
-    has_fixed_prompts: bool = False
     has_dynamic_sampling: bool = False
     workers: Mapping[str, str] = field(default_factory=dict)
 

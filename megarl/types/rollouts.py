@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, zip_longest
 from typing import Any, Literal, get_args
@@ -359,6 +359,14 @@ class Rollouts:
     def replace_local(self, rollouts: Sequence[Rollout]) -> Rollouts:
         """Return a copy with each local rollout replaced by that of `rollouts`. Collective."""
         return Rollouts.gather(rollouts, self.local_indices, self.comm, self.version, self.episode)
+
+    def with_groups(self, numbers: Mapping[int, int]) -> Rollouts:
+        """Return a copy whose groups have new numbers, by old ones."""
+        return replace(
+            self,
+            local=tuple(replace(rollout, group=numbers[rollout.group]) for rollout in self.local),
+            group=torch.tensor([numbers[group] for group in self.group.tolist()], dtype=torch.int64),
+        )
 
     @property
     def episodes(self) -> Episodes:

@@ -1,8 +1,8 @@
-"""Generation that outlasts its step: asynchronous streams, pending generations, over-sampling, and their staleness.
+"""Generation that outlasts its step, asynchronous or over-sampled, and the staleness of its tokens.
 
-All ranks keep the same counts. The lead rank of each engine runs a stream of conversations (`rollout/group_stream.py`)
-and keeps the partial groups of its engine. A `PendingGeneration` is one that no step waits for, such as an evaluation:
-it continues through training and weight syncs.
+All ranks keep the same counts, and the lead rank of each engine runs a stream of conversations
+(`rollout/group_stream.py`). A `PendingGeneration` is one that no step waits for, such as an evaluation: it continues
+through training and weight syncs.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,10 +17,10 @@ import torch
 
 from megarl.checkpoint import manifest
 from megarl.checkpoint.manifest import Write, write_nothing
-from megarl.config import Config, ConfigError, RolloutConfig
+from megarl.config import Config, ConfigError
 from megarl.config.keys import max_pending_groups
 from megarl.rollout.group_queue import UNLIMITED, GroupQueue, SharedStore
-from megarl.rollout.group_stream import OnBusyInterval
+from megarl.rollout.group_stream import AdmittedPrompt, OnBusyInterval
 from megarl.rollout.partial_rollouts import assign_groups, write_groups
 from megarl.rollout.rollout_runner import RolloutRunner
 from megarl.rollout.scheduler import GenerationResult, Group
@@ -88,100 +87,208 @@ def newest_version(rollouts: Rollouts) -> int:
 
 
 STREAM_NAME = "megarl/generation/stream"
-
-NextPrompts = Callable[[int], Sequence[Sequence[Prompt]]]
-"""Returns the prompts of this many further steps, or fewer at the end of the data."""
+FOLDER = "partial_groups"
+"""Checkpoint folder with one file per engine; until version 0.2 it was `carried`."""
 
 
 class RolloutStream:
-    """The continuous generation of `rollout.asynchronous`: admits prompts up to `rollout.max_staleness` steps early.
+    """The generation of a run whose conversations outlast a step (`rollout.asynchronous`, `rollout.oversample`).
 
-    runner: that of this rank's engine, if it leads one. kv_store: shared by all lead ranks. step_seed: returns the seed
-    of a step.
+    A step requests groups and gets as many complete ones: with `rollout.oversample` the first that are complete, else
+    the next in order. Further prompts start in the order of the loader. So the groups in flight are always those of the
+    prompts that follow the loader's position, except for those that steps took before their turn.
+
+    runner: that of this rank's engine, if it leads one, with the engine's index. kv_store: shared by all lead ranks.
+    step_seed: returns the seed of a step.
     """
 
     def __init__(
         self,
         config: Config,
-        next_prompts: NextPrompts,
+        loader: PromptLoader[Prompt] | None,
         comm: Comm,
         runner: RolloutRunner | None,
+        engine_index: int | None,
         num_engines: int,
         kv_store: SharedStore,
         step_seed: Callable[[int], int],
         on_busy_interval: OnBusyInterval,
     ) -> None:
-        self._config, self._next_prompts, self._comm, self._runner = config, next_prompts, comm, runner
-        self._num_engines, self._kv_store = num_engines, kv_store
+        self._config, self._loader, self._comm = config, loader, comm
+        self._runner, self._engine_index, self._num_engines, self._kv_store = (
+            runner,
+            engine_index,
+            num_engines,
+            kv_store,
+        )
         self._step_seed, self._on_busy_interval = step_seed, on_busy_interval
         self._samples = 0
-        self._last_admitted_step = 0
-        """The last step whose prompts were admitted; 0 before the stream starts."""
-        self._last_step = 0
-        """The last step that requested its groups."""
+        self._num_pending = 0
+        """Admitted groups that no step has collected, over all engines."""
+        self._position = 0
+        """Position of the loader after the last request."""
+        self._step = 0
+        """Step of the last request."""
+        self._restored: list[Group] = []
+        """Groups of this engine's file in the checkpoint, until the stream starts."""
         self.metrics: dict[str, float] = {}
         self.lost_counts = 0, 0
         """Conversations of the last step that were lost with their engines, and those that started over."""
 
-    def request_groups(self, prompts: Sequence[Prompt], samples: int, step: int) -> None:
-        """Request the groups of a step. The first request starts the stream."""
-        max_staleness = self._config.rollout.max_staleness
+    @property
+    def is_running(self) -> bool:
+        return self._samples > 0
+
+    @property
+    def keeps_groups(self) -> bool:
+        """Whether groups in flight may be ahead of their turn, so that a checkpoint needs them."""
+        return self._config.rollout.oversample > 1
+
+    def provides(self, prompts: Sequence[Prompt]) -> bool:
+        """Return whether a generation for these prompts takes its groups from the stream: they must be the last that
+        the loader has returned."""
+        rollout = self._config.rollout
+        outlasts = rollout.asynchronous or rollout.oversample > 1 or self._num_pending > 0
+        return outlasts and self._loader is not None and self._loader.is_last_batch(prompts)
+
+    def request_groups(self, count: int, samples: int, step: int, version: int) -> None:
+        """Request groups for the last `count` prompts of the loader. The first request starts the stream. Collective.
+
+        version: that of the engines' weights.
+        """
+        assert self._loader is not None
         if self._samples not in (0, samples):
             raise ConfigError(
                 f"step {step} wants {samples} samples of each prompt, but {self._samples} were already started; with "
-                f"rollout.asynchronous an algorithm must ask for the same number in each step"
+                f"rollout.asynchronous and rollout.oversample an algorithm must always ask for the same number"
             )
-        if self._samples and step != self._last_step + 1:
+        if self._samples and self._loader.position != self._position + count:
             raise ConfigError(
-                f"step {step} takes answers that were started for it, but step {self._last_step + 1} took none: with "
-                f"rollout.asynchronous an algorithm must begin each step by generating for its prompts"
+                f"step {step} generates for {count} prompts, but the loader has returned "
+                f"{self._loader.position - self._position} since the last generation; with rollout.asynchronous and "
+                "rollout.oversample an algorithm must generate for every prompt that it takes from the loader"
             )
-        self._last_step = step
+        first = self._loader.position - count + self._num_pending
         if not self._samples:
-            self._samples, self._last_admitted_step = samples, step - 1
-            if self._runner is not None:
-                groups = -(-(1 + max_staleness) * len(prompts) // self._num_engines)
-                group_queue = GroupQueue(UNLIMITED, self._num_engines, self._kv_store, STREAM_NAME)
-                self._runner.start_stream(
-                    group_queue, samples=samples, max_groups=groups, on_busy_interval=self._on_busy_interval
-                )
-            self._admit(step, prompts)
-        self._admit_until(step, step + max_staleness)
+            self._start(samples, version, count)
+        self._position = self._loader.position
+        rollout, run = self._config.rollout, self._config.run
+        if step != self._step and rollout.oversample > 1:
+            self.metrics["rollout/partial_groups"] = float(self._num_pending)
+        self._step = step
+        ahead = min(rollout.max_staleness, run.num_rollout - step) if rollout.asynchronous else 0
+        self._admit_until(first, self._position - count + self._max_pending(count, ahead))
+        self._num_pending -= count
 
-    def resume(self, step: int) -> None:
-        """Continue after a weight sync: the engines have the weights of this step."""
+    def _max_pending(self, count: int, ahead: int) -> int:
+        """Return the groups in flight for a request of `count`, and `ahead` later steps."""
+        return max_pending_groups(count, self._config.rollout.oversample) + ahead * self._config.data.prompts_per_step
+
+    def on_weight_sync(self, step: int) -> None:
+        """Set the engines' version to this step. With `rollout.asynchronous`, admit prompts of later steps."""
+        if not self._samples:
+            return
         if self._runner is not None:
-            self._runner.resume()
-        if self._samples:
-            self._admit_until(step, step + 1 + self._config.rollout.max_staleness)
+            self._runner.set_version(step)
+        rollout, run = self._config.rollout, self._config.run
+        ahead = min(1 + rollout.max_staleness, run.num_rollout - step) if rollout.asynchronous else 0
+        if ahead > 0:
+            per_step = self._config.data.prompts_per_step
+            self._admit_until(
+                self._position + self._num_pending, self._position + self._max_pending(per_step, ahead - 1)
+            )
 
-    def _admit_until(self, current_step: int, last_step: int) -> None:
-        """Admit prompts up to step `last_step`. current_step: the last step whose prompts the loader has returned."""
-        for step, prompts in enumerate(self._next_prompts(last_step - current_step), current_step + 1):
-            if step > self._last_admitted_step:
-                self._admit(step, prompts)
-
-    def _admit(self, step: int, prompts: Sequence[Prompt]) -> None:
-        self._last_admitted_step = step
+    def _start(self, samples: int, version: int, count: int) -> None:
+        self._samples = samples
+        counts = self._comm.all_gather_objects(len(self._restored))
         if self._runner is not None:
-            self._runner.admit(prompts, self._step_seed(step))
+            first, rollout = sum(counts[: self._comm.rank]), self._config.rollout
+            max_groups = self._max_pending(count, rollout.max_staleness if rollout.asynchronous else 0)
+            self._runner.start_stream(
+                GroupQueue(UNLIMITED, self._num_engines, self._kv_store, STREAM_NAME, first=sum(counts)),
+                samples=samples,
+                max_groups=-(-max_groups // self._num_engines),
+                version=version,
+                is_ordered=rollout.oversample == 1,
+                partial_groups=dict(enumerate(self._restored, first)),
+                on_busy_interval=self._on_busy_interval,
+            )
+        self._restored = []
+
+    def _admit_until(self, first: int, end: int) -> None:
+        """Admit the loader's prompts from position `first` to before `end`."""
+        if first >= end:
+            return
+        assert self._loader is not None
+        per_step = self._config.data.prompts_per_step
+        if self._runner is not None:
+            self._runner.admit(
+                [
+                    AdmittedPrompt(prompt, self._step_seed(1 + position // per_step), position % per_step)
+                    for position, prompt in enumerate(self._loader.items_at(first, end - first), first)
+                ]
+            )
+        self._num_pending += end - first
 
     def update_metrics(self, result: GenerationResult | None, rollouts: Rollouts) -> None:
-        """Compute the metrics of a step's generation. result: this engine's; None without an engine. Collective."""
+        """Compute the metrics of a request's generation. result: this engine's; None without an engine. Collective."""
         rows: list[list[float]] = []
         if result is not None:
             ages, offered_s = result.group_ages, result.num_slots * result.seconds
             row = [offered_s, result.busy_seconds, sum(ages), max(ages, default=0.0), len(ages)]
-            rows.append([*row, result.num_interrupted, result.num_restarted])
-        table = self._comm.all_gather_rows(torch.tensor(rows, dtype=torch.float64).reshape(-1, 7))
-        offered, busy, age_sum, oldest, groups, interrupted, restarted = table.T
+            rows.append([*row, result.num_interrupted, result.num_restarted, result.num_stale])
+        table = self._comm.all_gather_rows(torch.tensor(rows, dtype=torch.float64).reshape(-1, 8))
+        offered, busy, age_sum, oldest, groups, interrupted, restarted, stale = table.T
         self.lost_counts = int(interrupted.sum()), int(restarted.sum())
-        self.metrics = staleness_metrics(rollouts) | {
+        self.metrics |= staleness_metrics(rollouts) | {
             "rollout/group_age_s_mean": float(age_sum.sum()) / max(1.0, float(groups.sum())),
             "rollout/group_age_s_max": max(oldest.tolist(), default=0.0),
         }
+        if self._config.rollout.oversample > 1:
+            self.metrics["rollout/restarted_rollouts"] = float(stale.sum())
         if total := float(offered.sum()):
             self.metrics["rollout/idle_frac"] = 1 - float(busy.sum()) / total
+
+    def save(self) -> Write:
+        """Return a function that writes the groups in flight, if a checkpoint needs them. Collective."""
+        if not (self.keeps_groups or self._num_pending) or (
+            not self.keeps_groups and self._config.rollout.asynchronous
+        ):
+            return write_nothing
+        groups = list(self._restored)
+        if self._samples:
+            self._hold_claims(True)
+            if self._runner is not None:
+                groups = self._runner.snapshot()
+            self._hold_claims(False)
+        if self._engine_index is None:
+            return write_nothing
+        name = f"{FOLDER}/engine_{self._engine_index:05d}.bin"
+        return lambda folder: {folder / name: write_groups(folder / name, groups)}
+
+    def _hold_claims(self, is_held: bool) -> None:
+        if not is_held:
+            self._comm.all_gather_objects(None)  # all engines have taken their snapshots
+        if self._runner is not None:
+            self._runner.hold_claims(is_held)
+        if is_held:
+            self._comm.all_gather_objects(None)
+
+    def restore(self, folder: Path) -> None:
+        """Restore groups in flight. Collective. Raises ConfigError on all ranks for a file that this program has not
+        written."""
+        error = ""
+        try:
+            names = sorted(manifest.read(folder)[1])
+            files = [folder / name for name in names if name.startswith((f"{FOLDER}/", "carried/"))]
+            self._restored = []
+            if files and self._engine_index is not None:
+                self._restored = assign_groups(files, self._engine_index, self._num_engines)
+        except ConfigError as failure:
+            error = str(failure)
+        if errors := [text for text in self._comm.all_gather_objects(error) if text]:
+            raise ConfigError(errors[0])
+        self._num_pending = sum(self._comm.all_gather_objects(len(self._restored)))
 
 
 def staleness_metrics(rollouts: Rollouts) -> dict[str, float]:
@@ -201,134 +308,3 @@ def staleness_metrics(rollouts: Rollouts) -> dict[str, float]:
     for name, share in (("p50", 0.5), ("p95", 0.95), ("max", 1.0)):
         stats[name] = float((cumulative < share * tokens).sum())
     return {f"rollout/staleness_{name}": value for name, value in stats.items()}
-
-
-FOLDER = "partial_groups"
-"""Checkpoint folder with one file per engine; until version 0.2 it was `carried`."""
-
-
-@dataclass(frozen=True)
-class OversamplingPlan:
-    """Prompts and partial groups of one generation."""
-
-    prompts: Sequence[Prompt]
-    """Prompts to start, in order, on whichever engine has capacity."""
-    num_needed: int | None = None
-    """Groups needed from all engines together; None for all groups."""
-    partial_groups: Sequence[Group] = ()
-    """Groups that this engine continues."""
-    num_partial_groups: int = 0
-    """Groups that all engines together continue."""
-    num_drawn: int = 0
-    """Prompts drawn from the loader, which may be more or fewer than those to start."""
-    is_training: bool = False
-    """True for the step's own training generation."""
-
-
-class Oversampling:
-    """Plans over-sampled generations and keeps partial groups between steps.
-
-    loader: loader of the training prompts. engine, engines: index of this lead's engine, None on ranks that lead none,
-    and number of engines. replays_routing: whether the trainer replays the engine's routing.
-    """
-
-    def __init__(
-        self,
-        config: RolloutConfig,
-        loader: PromptLoader[Prompt] | None,
-        comm: Comm,
-        engine_index: int | None,
-        num_engines: int,
-        replays_routing: bool = False,
-    ) -> None:
-        self._config, self._prompt_loader, self._comm = config, loader, comm
-        self._engine_index, self._num_engines, self._replays_routing = engine_index, num_engines, replays_routing
-        self._partial_groups: list[Group] = []
-        self._num_partial_groups = 0
-        self._last_step = -1
-        self.metrics: dict[str, float] = {}
-
-    def plan(self, prompts: Sequence[Prompt], step: int, greedy: bool) -> OversamplingPlan:
-        """Plan a generation.
-
-        A step's first sampling of all prompts that the loader returned for it is over-sampled and continues the partial
-        groups. Any other generation has exactly the given prompts.
-        """
-        is_training, loader = not greedy and step != self._last_step, self._prompt_loader
-        if is_training:
-            self._last_step = step
-        is_oversampling = self._num_partial_groups > 0 or self._config.oversample > 1
-        if not is_training or not is_oversampling or loader is None or not loader.is_last_batch(prompts):
-            return OversamplingPlan(prompts, is_training=is_training)
-        needed = len(prompts)
-        num_to_start = max(0, max_pending_groups(needed, self._config.oversample) - self._num_partial_groups)
-        drawn = [*prompts, *loader.next_items(max(0, num_to_start - needed))]
-        return OversamplingPlan(
-            drawn[:num_to_start], needed, self._partial_groups, self._num_partial_groups, len(drawn), is_training
-        )
-
-    def record_result(
-        self, plan: OversamplingPlan, result: GenerationResult | None, num_started: int, rollouts: Rollouts
-    ) -> None:
-        """Keep the partial groups and return unused prompts to the loader. Collective.
-
-        result: this engine's; None without an engine. num_started: prompts that were started.
-        """
-        rows: list[list[float]] = []
-        if result is not None:
-            rows.append([result.num_slots, result.seconds, result.busy_seconds, len(result.partials), result.num_stale])
-        table = self._comm.all_gather_rows(torch.tensor(rows, dtype=torch.float64).reshape(-1, 5))
-        slots, seconds, busy, partials, restarted = table.T
-        if plan.is_training:
-            self.metrics = {}
-            if slot_seconds := float(slots.sum()) * max(seconds.tolist(), default=0.0):
-                self.metrics["rollout/idle_frac"] = 1 - float(busy.sum()) / slot_seconds
-        if plan.num_needed is None:
-            return
-        assert self._prompt_loader is not None
-        self._prompt_loader.return_unused(plan.num_drawn - num_started)
-        self._partial_groups, self._num_partial_groups = result.partials if result else [], int(partials.sum())
-        self.metrics |= {
-            "rollout/partial_groups": float(plan.num_partial_groups),
-            "rollout/restarted_rollouts": float(restarted.sum()),
-        }
-        self.metrics |= staleness_metrics(rollouts)
-
-    def save(self) -> Write:
-        if self._engine_index is None or not (self._num_partial_groups or self._config.oversample > 1):
-            return write_nothing
-        name, groups = f"{FOLDER}/engine_{self._engine_index:05d}.bin", list(self._partial_groups)
-        return lambda folder: {folder / name: write_groups(folder / name, groups)}
-
-    def restore(self, folder: Path) -> None:
-        """Restore partial groups. Collective.
-
-        Raises ConfigError on all ranks for a file that this program has not written, and for partial groups that this
-        configuration cannot continue.
-        """
-        error = ""
-        try:
-            names = sorted(manifest.read(folder)[1])
-            files = [folder / name for name in names if name.startswith((f"{FOLDER}/", "carried/"))]
-            self._partial_groups = []
-            if files and self._engine_index is not None:
-                self._partial_groups = assign_groups(files, self._engine_index, self._num_engines)
-        except ConfigError as failure:
-            error = str(failure)
-        if errors := [text for text in self._comm.all_gather_objects(error) if text]:
-            raise ConfigError(errors[0])
-        self._num_partial_groups = int(self._comm.all_reduce(torch.tensor([len(self._partial_groups)])))
-        # Asynchronous generation starts the next prompts only, and those of partial groups have been started before.
-        if self._num_partial_groups and self._config.asynchronous:
-            raise ConfigError(
-                f"{folder} has {self._num_partial_groups} groups of partial rollouts (rollout.oversample), which "
-                f"rollout.asynchronous=true cannot continue: set it to false until a checkpoint has none, which "
-                f"rollout.oversample=1 achieves"
-            )
-        # See `check_replayed_prefixes`.
-        if self._num_partial_groups and self._replays_routing and self._config.max_staleness:
-            raise ConfigError(
-                f"{folder} has {self._num_partial_groups} groups of partial rollouts (rollout.oversample), "
-                "whose records train.routing_replay and train.sparse_index_replay cannot replay: set them to false "
-                "until a checkpoint has none, or rollout.max_staleness to 0, which restarts them"
-            )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -12,7 +12,7 @@ from megarl.checkpoint.manifest import Write, write_nothing
 from megarl.config import Config
 from megarl.observe.clock import Clock
 from megarl.parallel.ranks import Job, Ranks
-from megarl.types import Prompt, Rollout
+from megarl.types import Rollout
 
 if TYPE_CHECKING:
     from megarl.data.loader import PromptLoader
@@ -72,8 +72,6 @@ class Context:
     """This rank's coordinates in the layout of each role with a Megatron model; None if the role is on other ranks."""
     role: str = ""
     """The role of the worker."""
-    next_prompts: Callable[[int], Sequence[Sequence[Prompt]]] = lambda steps: ()
-    """Returns the prompts of this many steps after the current one, or fewer at the end of the data."""
     models: DeviceModels = field(default_factory=DeviceModels)
     on_rollout_finished: RolloutListeners = field(default_factory=RolloutListeners)
     engines: dict[str, Engines] = field(default_factory=dict)

@@ -15,7 +15,7 @@ from megarl.engine.engine_protocol import EngineError
 from megarl.engine.sglang_engine import Engine, EngineRestart
 from megarl.observe.clock import REMOTE
 from megarl.parallel import device, ranks
-from megarl.parallel.placement import engine_ranks, placement_of, role_parallel
+from megarl.parallel.placement import engine_ranks, has_model, placement_of, role_parallel
 from megarl.utils.addresses import free_port
 from megarl.workers.actor import ActorWorker
 from megarl.workers.context import Context, Worker
@@ -39,6 +39,8 @@ class Engines:
         """Whether other roles need the ranks of these engines while they do not generate."""
         self.is_awake = True
         """True unless the last call was `sleep`; the same on all ranks."""
+        self.end_turn: Callable[[], None] = self.sleep
+        """Called before the engines of another role wake on shared ranks."""
         label = "engine" if context.role in ("", "rollout") else f"{context.role} engine"
         tp, ranks_per_node = self.config.rollout.tp, self.config.parallel.ranks_per_node
         self.engine_ranks = engine_ranks(self.config)
@@ -48,6 +50,12 @@ class Engines:
         self.engine_index = local_engines[0] if local_engines else None
         """The engine that this rank belongs to, or None."""
         self._position = self.engine_ranks[local_engines[0]].index(self.job.rank) if local_engines else -1
+        model_roles = [role for role in context.num_updates if role != "rollout" and has_model(self.config, role)]
+        model_ranks = {rank for role in model_roles for rank in placement_of(self.config).ranks_of(role)}
+        self.shared = [index for index, members in enumerate(self.engine_ranks) if model_ranks & set(members)]
+        """The engines whose ranks also have a model."""
+        self.sleeps = not self.config.rollout.asynchronous or self.engine_index in self.shared
+        """Whether this rank's engine sleeps while models use its device."""
         self.engine: Engine | None = None
         """The engine whose processes this rank manages, if any."""
         self.weight_sync: WeightSync | None = None
@@ -145,7 +153,7 @@ class Engines:
         """
         for other in self._context.engines.values() if self.takes_turns else ():
             if other is not self and other.is_awake and other.shares_ranks(self):
-                other.sleep()
+                other.end_turn()
         self.is_awake = True
         device.empty_cache()
         ranks.barrier()
@@ -153,12 +161,15 @@ class Engines:
             self.run_on_leads(wake)
 
     def sleep(self) -> None:
-        """Release the device for training. On CUDA, waits for restarting engines first, since they need the device to
+        """Release the devices for training. On CUDA, waits for restarting engines first, since they need the device to
         start."""
         if device.has_cuda():
             self._wait_restarts()
-        self.run_on_leads(Engine.sleep)
+        self._sleep()
         self.is_awake = False
+
+    def _sleep(self) -> None:
+        self.run_on_leads(lambda engine: engine.sleep() if self.sleeps else None)
 
     def shares_ranks(self, other: Engines) -> bool:
         """Return whether any rank has engines of both. Not collective."""
@@ -189,7 +200,8 @@ class Engines:
 
         None if the engines' weights have been released, as on a GPU shared with the trainer.
         """
-        if self.weight_sync is None or (device.has_cuda() and not self.config.rollout.asynchronous):
+        is_asleep = not self.config.rollout.asynchronous or bool(self.shared)
+        if self.weight_sync is None or (device.has_cuda() and is_asleep):
             return None
         with self.with_timeout(self.config.rollout.start_timeout):
             local_mismatches = self.weight_sync.find_mismatches(
@@ -236,8 +248,8 @@ class Engines:
         self.offload_models()  # a whole engine must fit
         with self.clock.span("engines start", self.phase_owner), self.with_timeout(self.config.rollout.start_timeout):
             self.recovery.wait_restarts()
-        if synced is not None and not self.config.rollout.asynchronous:
-            self.run_on_leads(Engine.sleep)
+        if synced is not None and (self.shared or not self.config.rollout.asynchronous):
+            self._sleep()
             self.offload_models(synced)
 
     def offload_models(self, synced: ActorWorker | None = None) -> None:

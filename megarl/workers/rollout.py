@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import torch
 
 from megarl.checkpoint.manifest import Write, write_nothing
-from megarl.config import Config, ConfigError
+from megarl.config import Config, ConfigError, OnWeightSync
 from megarl.engine.engine_protocol import EngineLost
 from megarl.engine.sglang_engine import Engine
 from megarl.engine.tool_calls import check_parser
@@ -25,10 +24,10 @@ from megarl.parallel.placement import split_role
 from megarl.rollout.aborted import TooManyAborted, check_abort_limit, format_abort_error
 from megarl.rollout.group_queue import GroupQueue
 from megarl.rollout.rollout_runner import RolloutRunner
-from megarl.rollout.scheduler import GenerationResult, Group, ReturnedGroup
-from megarl.types import Prompt, Rollout, Rollouts
+from megarl.rollout.scheduler import GenerationResult
+from megarl.types import Comm, Prompt, Rollout, Rollouts
 from megarl.workers.actor import ActorWorker
-from megarl.workers.async_rollout import STREAM_NAME, Oversampling, PendingGeneration, RolloutStream
+from megarl.workers.async_rollout import STREAM_NAME, PendingGeneration, RolloutStream
 from megarl.workers.context import Context, Worker
 from megarl.workers.engines import Engines, run_if_present
 from megarl.workers.tool_stats import AgentMetrics, ToolMonitor
@@ -44,6 +43,7 @@ class RolloutWorker(Worker):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.engines = Engines(context)
+        self.engines.end_turn = self.sleep
         self._store_name = "megarl/generation" + (f"/{context.role}" if split_role(context.role)[1] else "")
         """Prefix of this role's names in the store that the ranks share."""
         self.version = 0
@@ -52,8 +52,10 @@ class RolloutWorker(Worker):
         sync."""
         self.step_rollouts: list[Rollouts] = []
         """Sampled rollouts that the current step has received."""
-        self._num_generations, self._last_step = 0, 0
-        self._next_group = 0
+        self._prompts: dict[int, Prompt] = {}
+        """Prompts by group number of the current step's samples, on the ranks that know them."""
+        self._idle_metrics: dict[str, float] = {}
+        self._num_generations = self._next_group = 0
         self._is_closing = False
         self._runner: RolloutRunner | None = None
         self._lost_counts = {"rollout/lost_samples": 0, "rollout/regenerated_samples": 0}
@@ -79,21 +81,12 @@ class RolloutWorker(Worker):
             bool(catalog.tools or catalog.environments),
             *(self.config.rollout, row_exchange.WorldComm(), self._runner, context.log, context.alarm),
         )
-        engine_index = None if lead_engine is None else self.engines.engine_index
-        self._oversampling = Oversampling(
-            self.config.rollout,
-            context.prompt_loader,
-            row_exchange.WorldComm(),
-            engine_index,
-            num_engines,
-            (self.config.train.routing_replay or self.config.train.sparse_index_replay)
-            and "actor" in context.num_updates,
-        )
         self._stream = RolloutStream(
             self.config,
-            context.next_prompts,
+            context.prompt_loader,
             row_exchange.WorldComm(),
             self._runner,
+            None if lead_engine is None else self.engines.engine_index,
             num_engines,
             KVStore(),
             self._step_seed,
@@ -107,7 +100,7 @@ class RolloutWorker(Worker):
             self._tool_monitor.begin_step()
         super().begin_step(step)
         self._next_group = 0
-        self.step_rollouts = []
+        self.step_rollouts, self._prompts, self._idle_metrics = [], {}, {}
 
     def set_config(self, config: Config) -> None:
         super().set_config(config)
@@ -149,11 +142,9 @@ class RolloutWorker(Worker):
         parameters of an evaluation (`rollout.eval_temperature`, `rollout.eval_top_p`); these rollouts are not trained
         on.
 
-        With `rollout.asynchronous`, generation of the groups of a step's first training call starts before the call,
-        and groups of later steps are in flight when it returns.
-
-        With `rollout.oversample`, a step's first training call returns as many groups as prompts, in order of
-        completion. These may come from an earlier step; unfinished groups are kept for later steps.
+        With `rollout.asynchronous` or `rollout.oversample`, sampling for the last prompts of the loader takes its
+        groups from a stream whose other groups are in flight when the call returns. With the latter these are the first
+        that are complete, of any prompts of the loader, in order of completion.
 
         Rollouts cut off by a failure or a timeout have status `aborted`. Raises ConfigError on all ranks if more than
         `rollout.max_aborted_frac` are, or if an engine is lost by the same fault twice in a row. Other engines
@@ -168,13 +159,10 @@ class RolloutWorker(Worker):
             self.engines.recovery.exchange_losses(should_check=True)
             self.engines.wait_for_engine(self._resume_stream)
             self.engines.wake()
-            is_first, loader = self.step > self._last_step and not greedy, self.context.prompt_loader
-            if is_first:
-                self._last_step = self.step
             # `start_timeout` covers the time an engine needs to release aborted requests.
-            with self.engines.with_timeout(config.rollout.step_timeout + config.rollout.start_timeout):
-                if is_first and config.rollout.asynchronous and loader is not None and loader.is_last_batch(prompts):
-                    rollouts = self._generate_streaming(prompts, samples)
+            with self._with_step_timeout():
+                if not greedy and not held_out and self._stream.provides(prompts):
+                    rollouts = self._generate_streaming(len(prompts), samples)
                 else:
                     rollouts = self._generate(prompts, samples, greedy, held_out)
             self._agent_metrics.update()
@@ -183,6 +171,19 @@ class RolloutWorker(Worker):
                 self.step_rollouts.append(rollouts)
             check_abort_limit(rollouts, config)
             return rollouts
+
+    def generate_again(self, rollouts: Rollouts, samples: int = 1, greedy: bool = True) -> Rollouts:
+        """Generate for the prompts of these rollouts of the current step; the results have their group numbers."""
+        groups = rollouts.group.unique().tolist()
+        known = {group: self._prompts[group] for group in groups if group in self._prompts}
+        prompts = {
+            group: prompt
+            for part in row_exchange.WorldComm().all_gather_objects(known)
+            for group, prompt in part.items()
+        }
+        result = self.generate([prompts[group] for group in groups], samples, greedy)
+        first = 0 if greedy else self._next_group - len(groups)
+        return result.with_groups({first + index: group for index, group in enumerate(groups)})
 
     def start_generation(
         self, prompts: Sequence[Prompt], samples: int, greedy: bool = False, held_out: bool = False
@@ -218,21 +219,16 @@ class RolloutWorker(Worker):
 
     @contextmanager
     def _wait_phase(self) -> Iterator[None]:
-        config = self.config.rollout
-        with self.clock.phase("generate", WAIT), self.engines.with_timeout(config.step_timeout + config.start_timeout):
+        with self.clock.phase("generate", WAIT), self._with_step_timeout():
             yield
 
     def _generate(self, prompts: Sequence[Prompt], samples: int, greedy: bool, held_out: bool) -> Rollouts:
         self._num_generations += 1
         name = f"{self._store_name}/{self._num_generations}"
-        plan = self._oversampling.plan(prompts, self.step, greedy)
-        num_groups = max(len(plan.prompts), plan.num_needed or 0)  # partial groups reduce the prompts to start
-        first_group = 0 if greedy else self._allocate_groups(num_groups).start
-        group_queue = GroupQueue(
-            len(plan.prompts), len(self.engines.engine_ranks), KVStore(), name, plan.num_partial_groups
-        )
-
-        partial_groups = self._continued_groups(plan.partial_groups, group_queue)
+        first_group = 0 if greedy else self._allocate_groups(len(prompts)).start
+        if not greedy and not held_out:
+            self._prompts |= dict(enumerate(prompts, first_group))
+        group_queue = GroupQueue(len(prompts), len(self.engines.engine_ranks), KVStore(), name)
         result: GenerationResult | None = None
         lost, attempt = True, 0
         while lost:
@@ -243,16 +239,14 @@ class RolloutWorker(Worker):
                 with self.clock.span(f"generation of step {self.step}", "rollout", self.engines.device_ranks):
                     try:
                         return runner.generate(
-                            plan.prompts,
+                            prompts,
                             queue=group_queue,
                             samples=samples,
                             greedy=greedy,
                             seed=self._step_seed(self.step),
                             first_group=first_group,
-                            num_needed_groups=plan.num_needed,
-                            partial_groups=partial_groups,  # noqa: B023  called immediately
-                            num_total=len(plan.prompts) * samples if plan.num_needed is None else None,
-                            check=lambda: self._check_alarm(alarm),  # noqa: B023
+                            num_total=len(prompts) * samples,
+                            check=lambda: self._check_alarm(alarm),  # noqa: B023  called immediately
                             held_out=held_out,
                         )
                     except TooManyAborted as error:
@@ -264,30 +258,16 @@ class RolloutWorker(Worker):
             result = (
                 partial_result if result is None else result if partial_result is None else result.merge(partial_result)
             )
-            partial_groups = ()
-            if lost and not self._has_missing_groups(group_queue, plan.num_needed):
-                break
+            if lost and not any(ranks.all_gather_objects(group_queue.count_unclaimed() > 0)):
+                break  # no engine claims groups meanwhile
             if lost:
                 self.engines.wait_for_engine(self._resume_stream)
         if attempt > 1 or lost:
-            while result is not None and (returned := group_queue.claim_returned()) is not None:
-                result.partials.append(returned.group)  # not needed in this step: a later step continues it
             counts = torch.tensor([result.num_interrupted, result.num_restarted] if result else [0, 0])
             self._count_lost(row_exchange.WorldComm().all_reduce(counts).tolist())
-        rollouts = _gather_rollouts(result.rollouts if result else [], self.version)
-        self._oversampling.record_result(plan, result, group_queue.count_claimed(), rollouts)
-        return rollouts
-
-    def _continued_groups(self, groups: Sequence[Group], queue: GroupQueue) -> Sequence[Group]:
-        """Return the groups that this rank's engine continues. If it is not available, other engines continue them."""
-        recovery = self.engines.recovery
-        if not recovery.is_available(self.engines.engine_index):
-            for group in groups:
-                queue.return_group(replace(ReturnedGroup.restart(0, group), num_interrupted=0))
-            groups = ()
-        if recovery.restarting or recovery.unsynced:
-            ranks.barrier()  # otherwise other engines might look for them before they are returned
-        return groups
+        if not greedy and not held_out and not self._idle_metrics:
+            self._idle_metrics = measure_idle_slots(result, row_exchange.WorldComm())
+        return _gather_rollouts(result.rollouts if result else [], self.version)
 
     def _run_engine(
         self, work: Callable[[RolloutRunner], GenerationResult | None], alarm: str, include_lost: bool = False
@@ -311,23 +291,20 @@ class RolloutWorker(Worker):
                 ranks.set_flag(alarm)
         return result, self.engines.recovery.exchange_losses(error)
 
-    def _has_missing_groups(self, queue: GroupQueue, num_needed: int | None) -> bool:
-        """True if groups are missing after an engine loss. No engine may claim groups meanwhile. Collective."""
-        is_missing = queue.count_unclaimed() > 0 if num_needed is None else queue.count_complete() < num_needed
-        return any(ranks.all_gather_objects(is_missing))
-
     def _count_lost(self, counts: Sequence[int]) -> None:
         for name, more in zip(self._lost_counts, counts, strict=True):
             self._lost_counts[name] += more
 
-    def _generate_streaming(self, prompts: Sequence[Prompt], samples: int) -> Rollouts:
-        """Collect the step's groups from the stream."""
-        self._allocate_groups(len(prompts))  # the groups have these numbers
-        run_if_present(self._stream, lambda stream: stream.request_groups(prompts, samples, self.step))
+    def _generate_streaming(self, count: int, samples: int) -> Rollouts:
+        """Collect `count` groups from the stream."""
+        first_group = self._allocate_groups(count).start
+        run_if_present(self._stream, lambda stream: stream.request_groups(count, samples, self.step, self.version))
+        is_available = self.engines.recovery.is_available(self.engines.engine_index)
+        run_if_present(self._runner if is_available else None, RolloutRunner.wake)
         result: GenerationResult | None = None
         while True:
             collected, _ = self._run_engine(
-                lambda runner: runner.collect(len(prompts), lambda: self._check_alarm(STREAM_NAME)).result(),
+                lambda runner: runner.collect(count, first_group, lambda: self._check_alarm(STREAM_NAME)).result(),
                 STREAM_NAME,
                 include_lost=True,
             )
@@ -338,6 +315,8 @@ class RolloutWorker(Worker):
             if self.engines.recovery.has_available_engine or not any(ranks.all_gather_objects(is_missing)):
                 break
             self.engines.wait_for_engine(self._resume_stream)
+        if result is not None:
+            self._prompts |= result.prompts
         rollouts = _gather_rollouts(result.rollouts if result else [], self.version)
         self._stream.update_metrics(result, rollouts)
         self._count_lost(self._stream.lost_counts)
@@ -373,8 +352,9 @@ class RolloutWorker(Worker):
             self._pause_generation()
             self.engines.sync_weights(actor, self.version)
             self.should_check_logprobs = self.should_check_logprobs or self.engines.is_verified
+            run_if_present(self._stream, lambda stream: stream.on_weight_sync(self.step))
             if self.config.rollout.asynchronous:
-                run_if_present(self._stream, lambda stream: stream.resume(self.step))
+                run_if_present(None if self.engines.sleeps else self._runner, RolloutRunner.resume)
 
     def find_mismatches(self, actor: ActorWorker) -> list[str] | None:
         """See `Engines.find_mismatches`. The engines no longer generate afterwards."""
@@ -383,27 +363,39 @@ class RolloutWorker(Worker):
 
     def _pause_generation(self) -> None:
         """Pause running responses before a weight sync, as configured by `rollout.on_weight_sync`."""
-        if not self.config.rollout.asynchronous:
-            return
         config = self.config.rollout
+        if not config.asynchronous:
+            return
         engine = self.engines.engine
         is_same_version = engine is not None and engine.weight_version == self.version
         # If the engine has used this version before, its KV cache, which is salted by the version, must not be reused.
         mode = "retract" if is_same_version and config.on_weight_sync == "in_place" else config.on_weight_sync
         with self.clock.span("training", WAIT):
             ranks.barrier()  # engine ranks have nothing to train, and would get here before there are new weights
-        with (
-            self.clock.phase("drain_generation", WAIT),
-            self.engines.with_timeout(config.step_timeout + config.start_timeout),
-        ):
+        with self.clock.phase("drain_generation", WAIT), self._with_step_timeout():
             run_if_present(self._runner, lambda runner: runner.pause(mode))
 
+    @property
+    def generates_beside_training(self) -> bool:
+        """True if the engines have ranks of their own and never sleep."""
+        return self.config.rollout.asynchronous and not self.engines.shared
+
     def sleep(self) -> None:
-        """Release the device for training, unless the engines are on separate ranks."""
-        if self.config.rollout.asynchronous or self.config.rollout.replay:
+        """Release the device for training. With `rollout.asynchronous` engines on separate ranks go on generating."""
+        config = self.config.rollout
+        if config.replay or self.generates_beside_training:
             return
         with self.clock.phase("sleep", self.engines.phase_owner):
+            if self._stream.is_running:
+                with self._with_step_timeout():
+                    # A KV cache that is kept for newer weights would not survive.
+                    mode: OnWeightSync = "wait" if config.on_weight_sync == "wait" else "retract"
+                    run_if_present(self._runner if self.engines.sleeps else None, lambda runner: runner.sleep(mode))
             self.engines.sleep()
+
+    def _with_step_timeout(self) -> AbstractContextManager[None]:
+        config = self.config.rollout
+        return self.engines.with_timeout(config.step_timeout + config.start_timeout)
 
     def metrics(self) -> dict[str, float]:
         if self.config.rollout.replay:
@@ -412,7 +404,7 @@ class RolloutWorker(Worker):
         if recovery_metrics or any(self._lost_counts.values()):
             recovery_metrics |= {name: float(count) for name, count in self._lost_counts.items()}
         return (
-            self._oversampling.metrics
+            self._idle_metrics
             | self._stream.metrics
             | self._agent_metrics.metrics
             | self._tool_monitor.metrics
@@ -420,12 +412,12 @@ class RolloutWorker(Worker):
         )
 
     def save(self) -> Write:
-        """Save the partial groups that a later step continues."""
-        return write_nothing if self.config.rollout.replay else self._oversampling.save()
+        """Save the groups in flight that a later step continues."""
+        return write_nothing if self.config.rollout.replay else self._stream.save()
 
     def restore(self, folder: Path) -> None:
         if not self.config.rollout.replay:
-            self._oversampling.restore(folder)
+            self._stream.restore(folder)
 
     def close(self) -> None:
         self._is_closing = True
@@ -464,6 +456,15 @@ class RolloutWorker(Worker):
                 f"several times, only StepResult.rollouts is recorded"
             )
         return rollouts
+
+
+def measure_idle_slots(result: GenerationResult | None, comm: Comm) -> dict[str, float]:
+    """Return the share of the engines' slots that were idle until the last engine was done. result: of this rank's
+    engine, if it leads one. Collective."""
+    rows = [] if result is None else [[result.num_slots, result.seconds, result.busy_seconds]]
+    slots, seconds, busy = comm.all_gather_rows(torch.tensor(rows, dtype=torch.float64).reshape(-1, 3)).T
+    offered = float(slots.sum()) * max(seconds.tolist(), default=0.0)
+    return {"rollout/idle_frac": 1 - float(busy.sum()) / offered} if offered else {}
 
 
 def _gather_rollouts(rollouts: Sequence[Rollout], version: int) -> Rollouts:

@@ -3,7 +3,7 @@
 from case import Case
 
 FOUR, EIGHT = "parallel.world_size=4", "parallel.world_size=8"
-ASYNCHRONOUS, REPLAYED, OVERSAMPLED = "rollout.asynchronous=true", "rollout.replay=FOLDER", "rollout.oversample=1.5"
+ASYNCHRONOUS, REPLAYED = "rollout.asynchronous=true", "rollout.replay=FOLDER"
 SPLIT = "{actor: 0-3, rollout: 4-7}"
 
 
@@ -77,24 +77,15 @@ CASES = [
         "rollout.tp=2",
     ),
     placement_case(
-        "asynchronous, colocated",
-        ("rollout.asynchronous needs", "rank 0", "placement.rollout"),
+        "asynchronous, with a KV cache to keep on the trainer's ranks",
+        ("rollout.on_weight_sync=in_place", "the actor (rank 0)", "placement.rollout"),
         "{}",
         EIGHT,
         ASYNCHRONOUS,
-    ),
-    placement_case(
-        "asynchronous, on the critic's ranks",
-        ("rank 4", "also runs the critic"),
-        "{actor: 0-3, critic: 4-7, rollout: 4-7}",
-        EIGHT,
-        ASYNCHRONOUS,
+        "rollout.on_weight_sync=in_place",
     ),
     placement_case(
         "asynchronous, replayed", ("rollout.replay", "set the first to false"), SPLIT, EIGHT, ASYNCHRONOUS, REPLAYED
-    ),
-    placement_case(
-        "asynchronous, oversampled", ("oversample=1.5", "only one of them"), SPLIT, EIGHT, ASYNCHRONOUS, OVERSAMPLED
     ),
     placement_case(
         "negative staleness",

@@ -248,11 +248,6 @@ CASES = [
     Case("a critic that does not fit", ("critic.parallel.world_size=1", "tp x pp"), ("critic.parallel.tp=2",)),
     Case("a misspelt critic", ("critic.parallel.tpp", "did you mean critic.parallel.tp"), ("critic.parallel.tpp=2",)),
     Case("misspelt DDP", ("train.ddp", "did you mean overlap_grad_reduce"), ("train.ddp.overlap_grad_reduc=true",)),
-    Case(
-        "routing replay with partial rollouts",
-        ("train.routing_replay with rollout.oversample=1.5", "set the first to false"),
-        (REPLAY, "rollout.oversample=1.5"),
-    ),
     Case("another router type", ("moe_router_fusion",), (REPLAY, "model.megatron.moe_router_fusion=true")),
     Case(
         "another load balancing",

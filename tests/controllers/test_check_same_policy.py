@@ -129,13 +129,16 @@ def test_stale_rollouts_are_not_compared() -> None:
     flow.should_check_logprobs, flow.find_mismatches = True, lambda actor: []
     check_same_policy(flow, TrainBatch.from_rollouts(rollouts))
     assert flow.should_check_logprobs
-    stale_prefix = Turn((1, 2, 3), (-1.0,) * 3, True, 4, ((3, 2), (4, 1)))
+    mixed = Turn((1, 2, 3), (-1.0,) * 3, True, 4, ((3, 2), (4, 1)))
     current = Turn((1, 2), (-1.0,) * 2, True, 4)
     prompt = Prompt("p", ())
-    rollouts_with_stale = Rollouts.gather(
-        [Rollout(prompt, (Turn((9,)), turn)) for turn in (stale_prefix, current)], version=4
-    )
-    assert current_policy_mask(TrainBatch.from_rollouts(rollouts_with_stale)).tolist() == [False] * 5 + [True] * 2
+    rollouts_with_stale = Rollouts.gather([Rollout(prompt, (Turn((9,)), turn)) for turn in (mixed, current)], version=4)
+    assert current_policy_mask(TrainBatch.from_rollouts(rollouts_with_stale)).tolist() == [False] * 3 + [
+        True,
+        False,
+        True,
+        True,
+    ]
 
 
 def test_bound_depends_on_dtype_unless_configured() -> None:

@@ -113,6 +113,9 @@ class RecordingFlow:
         ]
         return Rollouts.gather(local_rollouts, [item.group for item in local_rollouts], self.comm)
 
+    def generate_again(self, rollouts: Rollouts, samples: int = 1, greedy: bool = True) -> Rollouts:
+        return self.generate((), samples, greedy)
+
     def score(self, rollouts: Rollouts) -> Rollouts:
         return rollouts
 

@@ -48,9 +48,8 @@ class FakeRun:
             evaluate=lambda flow, items: {"eval/weight_version": float(self.step)},
         )
         self.controller, self.log, self.clock, self.begin_step = controller, log, log, lambda: None
-        self.config = SimpleNamespace(
-            run=SimpleNamespace(eval_every=eval_every), rollout=SimpleNamespace(asynchronous=asynchronous)
-        )
+        self.config = SimpleNamespace(run=SimpleNamespace(eval_every=eval_every))
+        self.rollout = SimpleNamespace(generates_beside_training=asynchronous)
         self.requirements = SimpleNamespace(has_rollout=True)
         self.evaluator = Evaluator(self, ["prompt"])  # type: ignore[arg-type]
 

@@ -98,6 +98,11 @@ class TableFlow:
                 local.append(Rollout(items[number], turns, status, group=group))
         return Rollouts.gather(local, [rollout.group for rollout in local], self.comm)
 
+    def generate_again(self, rollouts: Rollouts, samples: int = 1, greedy: bool = True) -> Rollouts:
+        groups = rollouts.group.unique().tolist()
+        prompts = [Prompt(id=str(group), messages=()) for group in groups]
+        return self.generate(prompts, samples, greedy).with_groups(dict(enumerate(groups)))
+
     def score(self, rollouts: Rollouts) -> Rollouts:
         self.calls.append("score")
         num_correct = [int((r.token_ids[1:] == [1, 4]).sum()) for r in rollouts.local]

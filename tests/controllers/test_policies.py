@@ -13,6 +13,7 @@ from megarl.controllers.policies import PoliciesController, PPOAndReMaxControlle
 from megarl.controllers.ppo import PPOController
 from megarl.parallel.placement import engine_ranks, role_parallel
 from megarl.parallel.policy_configs import policy_config, takes_turns
+from megarl.types import Prompt
 
 pytestmark = pytest.mark.alone
 
@@ -32,7 +33,7 @@ def test_roles_of_both_policies() -> None:
     first = ("actor", "reference", "critic", "reward")
     assert declared.roles == ("rollout", "rollout_b", *first, "actor_b", "reference_b")
     assert declared.trained_roles == ("actor", "critic", "actor_b") and declared.main_role == "actor"
-    assert declared.has_fixed_prompts and not declared.is_group_relative  # as ReMax declares
+    assert not declared.is_group_relative and declared.is_off_policy
     updates = PPOAndReMaxController(config(run={"num_rollout": 5, "num_update": 2})).num_updates
     assert (updates("actor"), updates("critic"), updates("actor_b")) == (10, 10, 10)
 
@@ -70,6 +71,7 @@ class Recorded(PPOController):
     """Reports which roles it was given."""
 
     def step(self, flow: Any, items: Any) -> StepResult:
+        self.items = items
         return StepResult({"actor/x": flow.actor, "rollout/y": flow.rollout, "guards/z": flow.reward})
 
 
@@ -100,3 +102,17 @@ def test_each_algorithm_sees_its_own_roles() -> None:
     assert (restored.controllers[""].steps, restored.controllers["b"].steps) == (0, 3)
     with pytest.raises(ConfigError, match="the policy b has a critic, which only the first policy may have"):
         TwoCritics.roles(config())
+
+
+def test_prompts_are_rendered_for_each_model() -> None:
+    """The other model writes two tokens per letter; what then leaves no room for a response is left out."""
+    full = config(roles={"actor_b": {"model": "/other"}, "rollout_b": {"rollout": {"max_context": 7}}})
+    chat = SimpleNamespace(encode_prompt=lambda prompt: [1] * 2 * len(prompt.id))
+    engines = SimpleNamespace(context=SimpleNamespace(chat=chat))
+    flow: Any = SimpleNamespace(config=full, actor=1, rollout=2, reward=3, actor_b=4, rollout_b=engines)
+    prompts = [Prompt(id=name, messages=(), token_ids=(5,)) for name in ("a", "bcd", "efgh")]
+    controller: Any = Both(full)
+    controller.step(flow, prompts)
+    assert controller.controllers[""].items is prompts
+    rendered = controller.controllers["b"].items
+    assert [(prompt.id, len(prompt.token_ids)) for prompt in rendered] == [("a", 2), ("bcd", 6)]

@@ -251,37 +251,14 @@ def test_state_resumes_at_the_same_position(steps):
     assert next_batch_ids(resumed, 6) == next_batch_ids(loader, 6)
 
 
-@pytest.mark.parametrize("count", range(16))
-def test_returned_prompts_come_first_in_their_order(count):
-    """With seven prompts per epoch, returns reach back up to two epochs."""
-    loader = PromptLoader(prompts(7), 3, seed=5)
-    drawn = [prompt.id for prompt in [*loader.next_batch(), *loader.next_items(13)]]
-    loader.return_unused(count)
-    assert loader.state_dict()["samples"] == 16 - count
-    resumed = PromptLoader(prompts(7), 3, seed=5)
-    resumed.load_state_dict(json.loads(json.dumps(loader.state_dict())))
-    for item in (loader, resumed):
-        assert [prompt.id for prompt in item.next_items(count)] == drawn[16 - count :]
-    assert sum(next_batch_ids(loader, 4), drawn) == sum(next_batch_ids(PromptLoader(prompts(7), 4, seed=5), 7), [])
-
-
-def test_returning_more_than_drawn_raises():
-    loader = PromptLoader(prompts(7), 3, seed=5)
-    loader.next_batch()
-    with pytest.raises(ValueError, match="3 prompts were drawn, but 4 are returned"):
-        loader.return_unused(4)
-
-
 def test_is_last_batch():
     loader = PromptLoader(prompts(7), 3, seed=5)
     assert not loader.is_last_batch([])
     first, second = loader.next_batch(), loader.next_batch()
     assert loader.is_last_batch(second) and loader.is_last_batch(second[1:]) and loader.is_last_batch(tuple(second))
     assert not any(map(loader.is_last_batch, ([], first, second[:2], [*first, *second], [replace(second[2])])))
-    loader.return_unused(0)
+    loader.items_at(0, 2)
     assert loader.is_last_batch(second)
-    loader.return_unused(1)
-    assert not loader.is_last_batch(second)
 
 
 @pytest.mark.parametrize("state_prompts", [prompts(6), prompts(8), prompts(7, "q"), prompts(7)[::-1]])

@@ -90,9 +90,9 @@ def test_each_dataset_has_epochs_of_its_own(sets: list[tuple[int, int]], count: 
             assert shuffle or epoch == [f"{number}.{item}" for item in range(len(epoch))]
 
 
-@given(SETS, st.integers(0, 60), st.integers(0, 40))
+@given(SETS, st.integers(0, 60))
 @settings(max_examples=50)
-def test_resumes_anywhere_with_the_same_items(sets: list[tuple[int, int]], count: int, num_replayed: int) -> None:
+def test_resumes_anywhere_with_the_same_items(sets: list[tuple[int, int]], count: int) -> None:
     full = list(loader(sets).next_items(count + 30))
     prompt_loader = loader(sets)
     prompt_loader.next_items(count)
@@ -100,10 +100,9 @@ def test_resumes_anywhere_with_the_same_items(sets: list[tuple[int, int]], count
     assert state["samples"] == count
     resumed = loader(sets)
     resumed.load_state_dict(state)
-    assert [*resumed.peek(2)[0], *resumed.peek(2)[1]] == full[count : count + 6]
+    assert list(resumed.items_at(count, 6)) == full[count : count + 6] and resumed.position == count
+    assert list(resumed.items_at(0, count)) == full[:count]
     assert list(resumed.next_items(30)) == full[count:] and list(prompt_loader.next_items(30)) == full[count:]
-    resumed.return_unused(min(num_replayed, count + 30))
-    assert list(resumed.next_items(min(num_replayed, count + 30))) == full[count + 30 - min(num_replayed, count + 30) :]
 
 
 def test_checkpoint_with_other_weights_raises() -> None:

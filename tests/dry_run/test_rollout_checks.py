@@ -14,7 +14,6 @@ from megarl.dry_run.rollout_checks import (
     check_asynchronous,
     check_enough_prompts,
     check_oversampling,
-    check_replayed_prefixes,
 )
 from megarl.types.requirements import Requirements
 
@@ -65,7 +64,7 @@ def test_too_few_prompts_for_oversampling_raise() -> None:
         check_enough_prompts(5, make_config(oversample=1.5))
 
 
-def test_asynchronous_rollouts_need_own_ranks_and_correction() -> None:
+def test_asynchronous_rollouts_need_correction_and_a_kv_cache_of_their_own() -> None:
     split = {"placement": {"actor": "0", "rollout": "1"}, "parallel": {"world_size": 2}}
     tree: dict[str, Any] = {"algorithm": "grpo", "rollout": {"asynchronous": True}, **split}
     config, warnings = from_dict(tree), list[str]()
@@ -76,55 +75,12 @@ def test_asynchronous_rollouts_need_own_ranks_and_correction() -> None:
     on_policy = replace(config, rollout=replace(config.rollout, max_staleness=0))
     check_asynchronous(on_policy, on_policy_requirements(on_policy), warnings)
     assert len(warnings) == 1
-    with pytest.raises(ConfigError, match="rank 0 also runs the actor"):
-        check_asynchronous(replace(config, placement={}), load_requirements(config), [])
-    for key, value, message in (
-        ("oversample", 1.5, "set only one of them"),
-        ("replay", "runs/x", "need no generation"),
-    ):
-        invalid = replace(config, rollout=replace(config.rollout, **{key: value}))
-        with pytest.raises(ConfigError, match=message):
-            check_asynchronous(invalid, load_requirements(invalid), [])
-
-
-TOOLS = {"tools": ["a:b"], "max_turns": 2}
-
-
-@pytest.mark.parametrize(
-    ("rollout", "message"),
-    [
-        (
-            {"oversample": 1.5},
-            "rollout.oversample=1.5: .* set the first to false, rollout.oversample to 1, or rollout.ma",
-        ),
-        ({"oversample": 1.5, "max_staleness": 0}, ""),  # unfinished conversations restart
-        (
-            {"asynchronous": True},
-            "rollout.on_weight_sync=retract: .* rollout.on_weight_sync to wait or in_place, or rollout.max_staleness",
-        ),
-        ({"asynchronous": True, **TOOLS}, "to wait or in_place, rollout.max_turns to 1, or rollout.max_staleness to 0"),
-        ({"asynchronous": True, "max_staleness": 0, **TOOLS}, ""),  # no conversation spans a weight sync
-        *(({"asynchronous": True, "on_weight_sync": mode}, "") for mode in ("wait", "in_place")),
-        *(
-            (
-                {"asynchronous": True, "on_weight_sync": mode, **turns},
-                "rollout.max_turns=2: .* rollout.max_turns to 1, or",
-            )
-            for mode in ("wait", "in_place")  # the next turn prefills earlier ones with newer weights
-            for turns in (TOOLS, {"environments": ["a:B"], "max_turns": 2})
-        ),
-        ({**TOOLS}, ""),
-    ],
-)
-def test_routing_replay_needs_prefixes_of_one_weight_version(rollout: dict[str, Any], message: str) -> None:
-    tree = {"algorithm": "grpo", "train": {"routing_replay": True}}
-    config = from_dict(tree | {"rollout": rollout})
-    if message:
-        with pytest.raises(ConfigError, match=f"^train.routing_replay with .*{message}"):
-            check_replayed_prefixes(config, load_requirements(config))
-    else:
-        check_replayed_prefixes(config, load_requirements(config))
-    without_replay = from_dict({"algorithm": "grpo", "rollout": rollout})
-    check_replayed_prefixes(without_replay, load_requirements(without_replay))
-    generate_only = from_dict({**tree, "algorithm": "generate", "rollout": rollout})
-    check_replayed_prefixes(generate_only, load_requirements(generate_only))
+    colocated = replace(config, placement={})
+    check_asynchronous(colocated, load_requirements(config), [])
+    keeping = replace(colocated.rollout, on_weight_sync="in_place")
+    check_asynchronous(replace(config, rollout=keeping), load_requirements(config), [])
+    with pytest.raises(ConfigError, match=r"^rollout.on_weight_sync=in_place with engines on the ranks of the actor"):
+        check_asynchronous(replace(colocated, rollout=keeping), load_requirements(config), [])
+    replayed = replace(config, rollout=replace(config.rollout, replay="runs/x"))
+    with pytest.raises(ConfigError, match="need no generation"):
+        check_asynchronous(replayed, load_requirements(replayed), [])

@@ -35,8 +35,8 @@ from megarl.engine.engine_protocol import EngineLost, Generation, RequestFailed
 from megarl.engine.sglang_engine import Engine, EngineError, start_host
 from megarl.engine.tool_calls import check_parser
 from megarl.environments.catalog import load_catalog, load_tools
-from megarl.rollout import scheduler
-from megarl.rollout.group_queue import GroupQueue
+from megarl.rollout.group_queue import UNLIMITED, GroupQueue
+from megarl.rollout.group_stream import AdmittedPrompt
 from megarl.rollout.rollout_runner import RolloutRunner
 from megarl.types import Message, Prompt, Reward, TrainBatch
 
@@ -251,37 +251,28 @@ def test_routing_by_turns_equals_routing_of_one_pass(qwen3_moe: RunningEngine) -
     assert torch.equal(parts.sort(-1).values, full[:-1].sort(-1).values)
 
 
-def test_resumed_rollouts_equal_uninterrupted_ones(qwen3_moe: RunningEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stop twice within a turn, and drop the cache each time."""
-
-    class CompletedQueue(GroupQueue):
-        def count_complete(self) -> int:
-            return 100 if self.count_claimed() == self._num_groups else 0
-
+def test_rollouts_that_slept_equal_uninterrupted_ones(qwen3_moe: RunningEngine) -> None:
+    """Sleep twice within a turn, and drop the cache each time."""
     engine = qwen3_moe.engine
-    config = replace(qwen3_moe.config.rollout, max_new_tokens=160, max_turns=1)
+    config = replace(qwen3_moe.config.rollout, max_new_tokens=160, max_turns=1, temperature=0.0)
     chat = ChatTemplate.load(str(qwen3_moe.folder))
     prompts = [Prompt(id=str(i), messages=({"role": "user", "content": f"{i} + {i}"},)) for i in range(4)]
     runner = RolloutRunner(engine, chat, config, engine_routing_shape(engine))
     full = {rollout.prompt.id: rollout for rollout in runner.generate(prompts, samples=1, greedy=True).rollouts}
-    monkeypatch.setattr(scheduler, "_POLL_S", 0.05)
-    partial_groups, lengths = [], []
-    for step in range(2):
-        engine._call("/flush_cache")
-        queue = CompletedQueue(0 if step else 4, num_partial_groups=4 if step else 0)
-        out = runner.generate(
-            prompts, queue=queue, samples=1, greedy=True, num_needed_groups=4, partial_groups=partial_groups
-        )
-        partial_groups = [*out.partials]
-        lengths.append(sum(rollout.num_turn_tokens for (rollout,) in partial_groups if rollout.status is None))
-    assert len(partial_groups) == 4 and 0 < lengths[0] < lengths[1] < sum(
-        rollout.num_actions for rollout in full.values()
-    )
     engine._call("/flush_cache")
-    queue = GroupQueue(0, num_partial_groups=4)
-    out = runner.generate([], queue=queue, greedy=True, num_needed_groups=4, partial_groups=partial_groups)
+    runner.start_stream(GroupQueue(UNLIMITED), samples=1, max_groups=4, version=engine.weight_version)
+    runner.admit([AdmittedPrompt(prompt, 1, index) for index, prompt in enumerate(prompts)])
+    lengths = [0]
+    for _ in range(2):
+        time.sleep(0.4)
+        runner.sleep("retract")
+        engine._call("/flush_cache")
+        lengths.append(sum(partial.num_turn_tokens for (partial,) in runner.snapshot() if partial.status is None))
+        runner.wake()
+    out = runner.collect(4, 0).result()
     runner.close()
-    assert sorted(rollout.group for rollout in out.rollouts) == [0, 1, 2, 3] and not out.partials
+    assert 0 < lengths[1] < lengths[2] and out is not None
+    assert sorted(rollout.group for rollout in out.rollouts) == [0, 1, 2, 3]
     for rollout in out.rollouts:
         reference = full[rollout.prompt.id]
         assert rollout.status == reference.status and rollout.token_ids.tolist() == reference.token_ids.tolist()

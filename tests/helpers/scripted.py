@@ -18,7 +18,7 @@ import torch
 
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import RolloutConfig
-from megarl.engine.engine_protocol import EngineLost, Generation
+from megarl.engine.engine_protocol import NOT_RECORDED, EngineLost, Generation, RecordedPrefix
 from megarl.engine.tool_calls import ParsedResponse, ToolCall
 from megarl.environments.catalog import load_tools
 from megarl.environments.process_sessions import EnvironmentPool
@@ -50,7 +50,11 @@ class ScriptedPolicy:
         self.num_running = self.max_running = 0
 
     async def generate(
-        self, context: Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: Any = None
+        self,
+        context: Sequence[int],
+        params: dict[str, Any],
+        recorded: RecordedPrefix = NOT_RECORDED,
+        on_tokens: Any = None,
     ) -> Generation:
         self.requests.append((list(context), params))
         self.num_running += 1
@@ -91,7 +95,11 @@ class FailingPolicy(ScriptedPolicy):
     """Return lines in order, raise those that are exceptions, and hang at `None`."""
 
     async def generate(
-        self, context: Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: Any = None
+        self,
+        context: Sequence[int],
+        params: dict[str, Any],
+        recorded: RecordedPrefix = NOT_RECORDED,
+        on_tokens: Any = None,
     ) -> Generation:
         line: Any = self.lines[len(self.requests)]
         self.requests.append((list(context), params))
@@ -129,20 +137,25 @@ HEAD = list(ids("<|im_start|>assistant\n"))
 
 class DeterministicPolicy:
     """A policy whose next token is a hash of all tokens before it, written after a short pause. Some of its turns call
-    the calculator. Its routing record of a token is the token's position in the conversation.
+    the calculator. Its routing record of a token is the token's position in the conversation and the version of the
+    weights.
 
     dies_after: number of tokens after which it raises `EngineLost`.
-    halts_after: number of tokens after which it sets `halt` and stops.
+    waits_after: number of tokens after which it sets `waits` and writes no more until it is stopped.
     """
 
-    def __init__(self, version: int = 0, pause: float = 0.0005, dies_after: int = -1, halts_after: int = -1) -> None:
-        self.weight_version, self.pause, self.dies_after, self.halts_after = version, pause, dies_after, halts_after
-        self.halt = asyncio.Event()
+    def __init__(self, version: int = 0, pause: float = 0.0005, dies_after: int = -1, waits_after: int = -1) -> None:
+        self.weight_version, self.pause, self.dies_after, self.waits_after = version, pause, dies_after, waits_after
+        self.waits = asyncio.Event()
         self.num_written = self.stops = 0
         self.num_running = self.max_running = 0
 
     async def generate(
-        self, context: Ids | Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: Any = None
+        self,
+        context: Ids | Sequence[int],
+        params: dict[str, Any],
+        recorded: RecordedPrefix = NOT_RECORDED,
+        on_tokens: Any = None,
     ) -> Generation:
         token_ids, stops, finish = list(map(int, context)), self.stops, "length"
         self.num_running += 1
@@ -154,9 +167,10 @@ class DeterministicPolicy:
                 raise EngineLost("died", "the engine is gone")
             tokens.append(next_token([*token_ids, *tokens]))
             self.num_written += 1
-            if self.num_written == self.halts_after:
-                self.halt.set()
-                self.stops += 1
+            if self.num_written == self.waits_after:
+                self.waits.set()
+                while self.stops == stops:
+                    await asyncio.sleep(0.001)
             if tokens[-1] == END:
                 finish = "stop"
                 break
@@ -166,10 +180,15 @@ class DeterministicPolicy:
         self.num_running -= 1
         full = [*token_ids, *tokens]
         logprobs = [-hash_tokens(full[: len(token_ids) + i + 1]) % 1000 / 1000 - 1 for i in range(len(tokens))]
-        routing = torch.arange(routed, len(full) - 1, dtype=torch.int16).view(-1, 1, 1)
+        start = recorded.next_start(self.weight_version)
+        positions = torch.arange(start, len(full) - 1, dtype=torch.int16)
+        routing = torch.stack([positions, torch.full_like(positions, self.weight_version)], dim=1)[:, None]
+        values = np.array(logprobs, np.float32)
         return Generation(
-            as_token_ids(tokens), np.array(logprobs, np.float32), finish, self.weight_version, routing=routing
-        )  # type: ignore[arg-type]
+            *(as_token_ids(tokens), values, finish, self.weight_version),  # type: ignore[arg-type]
+            routing=routing,
+            record_start=start,
+        )
 
     async def stop(self) -> None:
         self.stops += 1

@@ -23,7 +23,7 @@ from megarl.types import Prompt, Rollout, SamplingMask, Turn
 
 pytestmark = pytest.mark.alone
 
-STALE, CARRIED, CUT, FRESH, CACHED, FIRST, LATER = REMAINDER_CAUSES
+STALE, CUT, FRESH, CACHED, FIRST, LATER = REMAINDER_CAUSES
 PROMPT = Prompt("p", ())
 
 
@@ -72,16 +72,19 @@ def test_routing_gap_is_the_difference_of_the_two_passes() -> None:
 def test_stale_tokens_and_tokens_after_them() -> None:
     trainer_logprobs = [0, 0, -1.5, -2, 0, -0.5]
     fresh_gaps = compute_gaps([make_record(two_turns(2, 3), trainer_logprobs)], 3)
-    assert causes(fresh_gaps) == [STALE, STALE, CARRIED] and fresh_gaps.tokens["staleness"].tolist() == [
+    assert causes(fresh_gaps) == [STALE, STALE, LATER] and fresh_gaps.tokens["staleness"].tolist() == [
         1,
         1,
         0,
     ]
     replayed = compute_gaps([make_record(two_turns(2, 3), trainer_logprobs, trainer_logprobs)], 3)
-    assert causes(replayed) == [STALE, STALE, CARRIED]
-    mixed_turn = Turn((7, 8), (-1.0, -2.0), is_action=True, weight_version=3, versions=((1, 1), (3, 1)))
+    assert causes(replayed) == [STALE, STALE, LATER]
+    mixed_turn = Turn(
+        (7, 8), (-1.0, -2.0), is_action=True, weight_version=3, versions=((1, 1), (3, 1)), cached_tokens=0
+    )
     gaps = compute_gaps([make_record((Turn((1,)), mixed_turn), [0, -1.5, -2])], 3)
-    assert causes(gaps) == [STALE, CARRIED] and gaps.tokens["staleness"].tolist() == [2, 0]
+    # The request that continued the turn is not on record, so what was cached for the second token is unknown.
+    assert causes(gaps) == [STALE, FIRST] and gaps.tokens["staleness"].tolist() == [2, 0]
     assert find_worst(gaps, 1) == [
         {
             "record": 0,
@@ -92,7 +95,7 @@ def test_stale_tokens_and_tokens_after_them() -> None:
             "routing": 0.0,
             "staleness": 2,
             "choices": 0,
-            "cached": -1,
+            "cached": 0,
             "cause": STALE,
         }
     ]

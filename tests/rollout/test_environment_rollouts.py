@@ -1,4 +1,4 @@
-"""Conversations of a scripted policy with environments: reset, tools, rewards, and sessions across a halt."""
+"""Conversations of a scripted policy with environments: reset, tools, rewards, and resuming from a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from scripted import CONFIG, END, TOKENIZER, ScriptedPolicy, ids, make_generatio
 
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import RolloutConfig
-from megarl.engine.engine_protocol import Generation
 from megarl.environments.catalog import load_catalog
 from megarl.environments.process_sessions import EnvironmentPool
-from megarl.rollout.conversation import RolloutContext, run_conversation
+from megarl.rollout.conversation import Conversation, Deadline, RolloutContext, run_conversation
 from megarl.rollout.group_queue import GroupQueue
 from megarl.rollout.partial_rollouts import PartialRollout
 from megarl.rollout.scheduler import gather_rollouts
@@ -115,77 +114,28 @@ def test_failing_reward_is_recorded_as_a_failure() -> None:
     assert done.status == "stop" and isinstance(done.env_reward, RewardFailure) and "finite" in done.env_reward.reason
 
 
-class HaltsInSecondTurn(ScriptedPolicy):
-    """Sets `halt` in its second turn."""
-
-    def __init__(self, *lines: Any) -> None:
-        super().__init__(*lines)
-        self.halt = asyncio.Event()
-
-    async def generate(
-        self, context: Any, params: dict[str, Any], routed: int = 0, on_tokens: Any = None
-    ) -> Generation:
-        if self.requests:
-            self.halt.set()
-        return await super().generate(context, params, routed)
-
-
-def test_halt_during_a_tool_call_does_not_repeat_the_call() -> None:
-    """A halt within a turn keeps the session; a rollout read from a checkpoint starts a new one."""
-    halt_event = asyncio.Event()
-
-    async def run() -> tuple[PartialRollout, PartialRollout, PartialRollout]:
+def test_conversation_read_from_a_file_starts_a_new_session() -> None:
+    async def run() -> PartialRollout:
+        """Return a game after one guess, in the middle of the next turn."""
         async with aclosing(EnvironmentPool(CATALOG, 60.0, 2)) as sessions:
             context = RolloutContext(CHAT, sessions, parse, CONFIG)
-            policy = ScriptedPolicy(call("wait", seconds=0.3), "done")
-            first = asyncio.create_task(
-                run_conversation(begin_rollout(prompt(0, "Waits")), policy, replace(context, halt=halt_event), {})
-            )
-            while len(policy.requests) < 1:
-                await asyncio.sleep(0.01)
-            await asyncio.sleep(0.1)
-            halt_event.set()
-            partial = await first
-            finished = await run_conversation(partial, policy, context, {})
-            # A game after one guess. A process that reads it from a file starts the count of tries again.
-            cut = HaltsInSecondTurn(call("guess", number=1), make_generation("6", finish="abort"))
-            middle = await run_conversation(begin_rollout(prompt(62)), cut, replace(context, halt=cut.halt), {})
-            return partial, finished, middle
+            policy = ScriptedPolicy(call("guess", number=1), "never read")
+            conversation = Conversation(begin_rollout(prompt(62)), policy, context, {})
+            running = asyncio.create_task(conversation.run(Deadline()))
+            while not conversation.state.tool_calls:
+                await asyncio.sleep(0.001)
+            partial = conversation.with_tokens([make_generation("6", finish="abort")])
+            running.cancel()
+            await asyncio.wait([running])
+            return partial
 
-    partial, finished, middle = asyncio.run(run())
-    assert (partial.status, partial.tool_calls, partial.is_turn_complete) == (
-        None,
-        0,
-        True,
-    ) and partial.session is not None
-    assert (finished.status, finished.tool_calls, finished.tool_errors, finished.env_reward) == (
-        "stop",
-        1,
-        0,
-        Reward(1.0),
-    )
+    middle = asyncio.run(run())
     assert middle.status is None and middle.session is not None and middle.tool_calls == 1
     read = write_and_read(middle)
     assert read.session is None and read.original_prompt == middle.original_prompt and read.prompt == middle.prompt
     resumed, policy = converse(read, "62")
     assert policy.requests[0][0] == middle.turns[0].token_ids.tolist()
     assert resumed.env_reward == Reward(1.0, {"tries": 0.0}, (-0.01,))
-
-
-def test_halt_does_not_wait_for_a_reset() -> None:
-    async def run() -> PartialRollout:
-        async with aclosing(EnvironmentPool(CATALOG, 60.0, 2)) as sessions:
-            halt_event = asyncio.Event()
-            context = RolloutContext(CHAT, sessions, parse, CONFIG, halt_event)
-            running = asyncio.create_task(
-                run_conversation(begin_rollout(prompt("reset hang", "Odd")), ScriptedPolicy("x"), context, {})
-            )
-            await asyncio.sleep(0.2)
-            halt_event.set()
-            return await asyncio.wait_for(running, 60.0)
-
-    partial = asyncio.run(run())
-    assert partial.status is None and partial.session is None and len(partial.turns) == 1
 
 
 @pytest.mark.parametrize("verdict", [None, RewardFailure("why"), Reward(1.0, {"a": 2.0}, (0.5,))])

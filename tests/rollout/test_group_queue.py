@@ -27,13 +27,6 @@ def test_concurrent_claims_hand_out_each_group_once() -> None:
     assert GroupQueue(3, 8, store, "next step").claim() == 0
 
 
-def test_completed_groups_are_counted_across_queues() -> None:
-    store = LocalKVStore()
-    first, second = (GroupQueue(5, 2, store, "step") for _ in range(2))
-    assert [first.mark_complete(), second.mark_complete(), first.mark_complete()] == [0, 1, 2]
-    assert first.count_complete() == second.count_complete() == 3 and first.count_claimed() == 0
-
-
 def test_returned_groups_are_claimed_once() -> None:
     store, claimed = LocalKVStore(), [[] for _ in range(4)]
     queues = [GroupQueue(8, 4, store, "step") for _ in range(2)]
@@ -62,7 +55,7 @@ def test_returned_groups_are_claimed_once() -> None:
     )
 
 
-def test_lost_engines_and_steps_have_separate_counters() -> None:
+def test_lost_engines_and_versions_have_separate_counters() -> None:
     store = LocalKVStore()
     first, second = (GroupQueue(5, 2, store, "step") for _ in range(2))
     assert [
@@ -71,13 +64,20 @@ def test_lost_engines_and_steps_have_separate_counters() -> None:
         second.count_lost_engines(1),
         first.count_lost_engines(-1),
     ] == [1, 1, 2, 1]
-    assert [first.mark_complete(4), second.mark_complete(4), first.mark_complete(8)] == [0, 1, 0]
-    assert (second.count_complete(4), first.count_complete(8), first.count_complete()) == (2, 1, 0)
+    assert [first.next_place(4), second.next_place(4), first.next_place(8)] == [0, 1, 0]
+    first.mark_complete(4, 1)
+    assert [second.is_complete(*which) for which in ((4, 1), (4, 0), (8, 1))] == [True, False, False]
+    second.unmark(4, 1)
+    assert not first.is_complete(4, 1)
 
 
-def test_engine_share_is_even_and_includes_partial_groups() -> None:
+def test_engine_share_is_even() -> None:
     assert [GroupQueue(groups, 4).groups_per_engine for groups in (0, 1, 4, 5, 8)] == [0, 1, 1, 2, 2]
-    assert GroupQueue(5, 4, num_partial_groups=4).groups_per_engine == 3
+
+
+def test_numbers_start_at_the_first() -> None:
+    queue = GroupQueue(2, first=5)
+    assert [queue.claim(), queue.claim(), queue.claim()] == [5, 6, None] and queue.count_claimed() == 2
 
 
 def test_ranks_of_a_job_share_the_counters(run_ranks: Callable[..., list[dict[str, Any]]]) -> None:

@@ -16,9 +16,10 @@ from scripted import CHAT, CONFIG, PROMPT, DeterministicPolicy, InProcessCalcula
 from megarl.config import OnWeightSync
 from megarl.rollout.conversation import RolloutContext, run_conversation
 from megarl.rollout.group_queue import UNLIMITED, GroupQueue, LocalKVStore
-from megarl.rollout.group_stream import GroupStream
+from megarl.rollout.group_stream import AdmittedPrompt, GroupStream
+from megarl.rollout.partial_rollouts import Group
 from megarl.rollout.scheduler import gather_rollouts
-from megarl.types import Rollout
+from megarl.types import Prompt, Rollout
 
 GROUPS, SAMPLES, STEPS = 4, 2, 3
 STEPS_PROMPTS = [
@@ -30,8 +31,13 @@ STEPS_PROMPTS = [
 ]
 
 
-def make_context() -> RolloutContext:
-    return RolloutContext(CHAT, InProcessCalculator(), parse, replace(CONFIG, max_turns=4, concurrency=6))
+def make_context(**config: Any) -> RolloutContext:
+    return RolloutContext(CHAT, InProcessCalculator(), parse, replace(CONFIG, max_turns=4, concurrency=6, **config))
+
+
+def admitted(step: int) -> list[AdmittedPrompt]:
+    """Return the prompts of a step with the seeds of synchronous generation."""
+    return [AdmittedPrompt(prompt, 100 + step, index) for index, prompt in enumerate(STEPS_PROMPTS[step])]
 
 
 @cache
@@ -46,7 +52,6 @@ def generate_step(step: int) -> list[Rollout]:
         samples=SAMPLES,
         greedy=False,
         seed=100 + step,
-        version=step,
     )
     return asyncio.run(gathered).rollouts
 
@@ -69,7 +74,7 @@ async def train(
         GroupStream(
             GroupQueue(UNLIMITED, len(policies), counts),
             policy,
-            make_context(),
+            make_context(max_staleness=max_staleness),
             samples=SAMPLES,
             max_groups=-(-GROUPS * (max_staleness + 1) // len(policies)),
             timeout=60.0,
@@ -77,14 +82,14 @@ async def train(
         for policy in policies
     ]
     tasks = [asyncio.create_task(stream.run()) for stream in streams]
-    admitted = 0
+    num_admitted = 0
 
     async def admit(last_step: int) -> None:
-        nonlocal admitted
-        while admitted < min(last_step, STEPS):
+        nonlocal num_admitted
+        while num_admitted < min(last_step, STEPS):
             for stream in streams:
-                await stream.admit(STEPS_PROMPTS[admitted], 100 + admitted)
-            admitted += 1
+                await stream.admit(admitted(num_admitted))
+            num_admitted += 1
 
     try:
         for step in range(STEPS):
@@ -96,10 +101,11 @@ async def train(
             assert sum(len(part.group_ages) for part in gathered) == GROUPS
             await asyncio.sleep(random.random() * step_seconds)
             await asyncio.gather(*(stream.pause(mode) for stream in streams))
-            started.append(min(counts.add("groups/taken", 0), admitted * GROUPS))
+            started.append(min(counts.add("groups/taken", 0), num_admitted * GROUPS))
             for policy in policies:
                 assert mode == "in_place" or policy.num_running == 0
                 policy.weight_version = step + 1
+            await asyncio.gather(*(stream.set_version(step + 1) for stream in streams))
             await asyncio.gather(*(stream.resume() for stream in streams))
     finally:
         for task in tasks:
@@ -140,7 +146,8 @@ def test_rollouts_through_weight_syncs_are_whole_and_within_the_lag(
             assert mode == "retract" or all(not turn.versions for turn in rollout.turns)
             num_mixed += len(set(versions)) > 1
             assert rollout.routing is not None  # one record for each token, in order
-            assert rollout.routing.flatten().tolist() == list(range(rollout.num_tokens - 1))
+            # All of it is by the newest weights, which have read the older ones' tokens again.
+            assert rollout.routing[:, 0].tolist() == [[i, versions[-1]] for i in range(rollout.num_tokens - 1)]
     assert num_mixed if mode == "retract" else not num_mixed
     assert all(count <= GROUPS * min(STEPS, step + 1 + max_staleness) for step, count in enumerate(started))
     assert started[0] > GROUPS  # groups of the next step started while the first was trained on
@@ -158,7 +165,7 @@ async def collect_with_losses(policies: list[DeterministicPolicy], steps: int) -
     tasks = [asyncio.create_task(stream.run()) for stream in streams]
     for step in range(steps):
         for stream in streams:
-            await stream.admit(STEPS_PROMPTS[step], 100 + step)
+            await stream.admit(admitted(step))
     for _ in range(steps):
         while None in (gathered := await asyncio.gather(*(stream.collect(GROUPS) for stream in streams))):
             assert all(part is None for part in gathered) and all(stream.is_lost for stream in streams)
@@ -198,7 +205,7 @@ def test_pause_does_not_wait_for_a_lost_engine() -> None:
         stream = GroupStream(
             GroupQueue(UNLIMITED), policy, make_context(), samples=SAMPLES, max_groups=GROUPS, timeout=60.0
         )
-        await stream.admit(STEPS_PROMPTS[0], 100)
+        await stream.admit(admitted(0))
         task = asyncio.create_task(stream.run())
         while not policy.num_written:
             await asyncio.sleep(0.001)
@@ -226,7 +233,7 @@ def test_aborts_conversations_after_the_timeout() -> None:
             timeout=0.3,
         )
         task = asyncio.create_task(stream.run())
-        await stream.admit(STEPS_PROMPTS[0], 1)
+        await stream.admit(admitted(0))
         selected = await stream.collect(GROUPS)
         task.cancel()
         assert selected is not None
@@ -252,7 +259,7 @@ def test_reports_busy_intervals_of_its_engine() -> None:
         await stream.pause("retract")
         assert events == []
         await stream.resume()
-        await stream.admit(STEPS_PROMPTS[0], 1)
+        await stream.admit(admitted(0))
         await stream.collect(GROUPS)
         await asyncio.sleep(0.3)  # the engine is idle
         await stream.pause("retract")
@@ -263,3 +270,201 @@ def test_reports_busy_intervals_of_its_engine() -> None:
     took = time.monotonic() - start
     ((busy_start, end),) = events
     assert 0 < end - busy_start < took - 0.3
+
+
+ALL_PROMPTS = [prompt for prompts in STEPS_PROMPTS for prompt in prompts]
+NEEDED, IN_FLIGHT = 2, 4
+
+
+class OversampledEngines:
+    """Engines whose steps take the first groups that are complete, and sleep between."""
+
+    def __init__(
+        self, policies: list[DeterministicPolicy], max_staleness: int, partial_groups: list[list[Group]] | None = None
+    ) -> None:
+        self.policies, counts = policies, LocalKVStore()
+        restored = partial_groups or [[] for _ in policies]
+        self.num_pending, first = sum(map(len, restored)), 0
+        self.streams = []
+        for policy, groups in zip(policies, restored, strict=True):
+            self.streams.append(
+                GroupStream(
+                    GroupQueue(UNLIMITED, len(policies), counts, first=self.num_pending),
+                    policy,
+                    make_context(max_staleness=max_staleness),
+                    samples=SAMPLES,
+                    max_groups=IN_FLIGHT,
+                    timeout=60.0,
+                    version=policy.weight_version,
+                    is_ordered=False,
+                    partial_groups=dict(enumerate(groups, first)),
+                )
+            )
+            first += len(groups)
+        self.tasks = [asyncio.create_task(stream.run()) for stream in self.streams]
+        self.num_stale = 0
+
+    async def step(self, prompts: list[Prompt]) -> list[Rollout]:
+        """Start prompts from the list until enough groups are in flight; return the rollouts of the first complete."""
+        while self.num_pending < IN_FLIGHT and prompts:
+            admitted = AdmittedPrompt(prompts.pop(0), 7, len(prompts))
+            for stream in self.streams:
+                await stream.admit([admitted])
+            self.num_pending += 1
+        count = min(NEEDED, self.num_pending)
+        parts = await asyncio.gather(*(stream.collect(count, 10) for stream in self.streams))
+        self.num_pending -= count
+        self.num_stale += sum(part.num_stale for part in parts if part is not None)
+        rollouts = [rollout for part in parts if part is not None for rollout in part.rollouts]
+        prompts_by_group = {group: prompt for part in parts if part for group, prompt in part.prompts.items()}
+        assert sorted(rollout.group for rollout in rollouts) == sorted(list(range(10, 10 + count)) * SAMPLES)
+        assert all(prompts_by_group[rollout.group] == rollout.prompt for rollout in rollouts)
+        return rollouts
+
+    async def sync_weights(self) -> None:
+        await asyncio.gather(*(stream.pause("retract", sleeps=True) for stream in self.streams))
+        for stream, policy in zip(self.streams, self.policies, strict=True):
+            assert policy.num_running == 0 or stream.is_lost
+            policy.weight_version += 1
+            await stream.set_version(policy.weight_version)
+
+    async def wake(self) -> None:
+        for number, stream in enumerate(self.streams):
+            if stream.is_lost:
+                await self.tasks[number]
+                self.policies[number] = DeterministicPolicy(self.policies[number].weight_version)
+                await stream.reconnect(self.policies[number], stream._context)
+                self.tasks[number] = asyncio.create_task(stream.run())
+            else:
+                await stream.resume()
+
+    async def snapshot(self) -> list[list[Group]]:
+        for stream in self.streams:
+            await stream.hold_claims(True)
+        groups = [await stream.snapshot() for stream in self.streams]
+        for stream in self.streams:
+            await stream.hold_claims(False)
+        return groups
+
+    async def close(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+
+
+def assert_whole(rollout: Rollout) -> None:
+    """Check that the rollout has the tokens of an undisturbed conversation, and a routing record of each by the newest
+    weights."""
+    step, group = map(int, rollout.prompt.id.split("/"))
+    assert rollout.token_ids.tolist() == undisturbed_tokens(step, group)
+    newest = rollout.version_spans[-1][0]
+    assert rollout.routing is not None
+    assert rollout.routing[:, 0].tolist() == [[number, newest] for number in range(rollout.num_tokens - 1)]
+
+
+@pytest.mark.parametrize("dies_after", [-1, 5, 60, 150])
+def test_oversampling_neither_loses_nor_repeats_groups(dies_after: int) -> None:
+    """Until the prompts are used up, also with an engine that is lost and reconnects at the next step."""
+
+    async def run() -> list[Rollout]:
+        engines = OversampledEngines([DeterministicPolicy(0, 0.002, dies_after), DeterministicPolicy(0, 0.004)], 100)
+        prompts, done = list(ALL_PROMPTS), []
+        while prompts or engines.num_pending:
+            done += await engines.step(prompts)
+            await engines.sync_weights()
+            await engines.wake()
+        await engines.close()
+        assert engines.num_stale == 0
+        return done
+
+    done = asyncio.run(run())
+    assert sorted(rollout.prompt.id for rollout in done) == sorted(prompt.id for prompt in ALL_PROMPTS for _ in "ab")
+    assert any(turn.versions for rollout in done for turn in rollout.turns)  # some were paused within a turn
+    for rollout in done:
+        assert_whole(rollout)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_oversampling_restarts_conversations_beyond_max_staleness(max_staleness: int) -> None:
+    async def run() -> tuple[list[tuple[int, Rollout]], int]:
+        engines = OversampledEngines([DeterministicPolicy(0, 0.003) for _ in range(2)], max_staleness)
+        prompts, done = list(ALL_PROMPTS), []
+        for version in range(5):
+            done += [(version, rollout) for rollout in await engines.step(prompts)]
+            await engines.sync_weights()
+            await engines.wake()
+        await engines.close()
+        return done, engines.num_stale
+
+    done, num_stale = asyncio.run(run())
+    assert num_stale > 0
+    for version, rollout in done:
+        assert version - min(version for version, _ in rollout.version_spans) <= max_staleness
+        assert_whole(rollout)
+
+
+@pytest.mark.parametrize("engines_after", [1, 2, 3])
+def test_oversampling_continues_from_a_snapshot(engines_after: int) -> None:
+    """No group is lost or repeated, with any number of engines afterwards."""
+
+    async def run() -> tuple[list[Rollout], list[Group]]:
+        engines = OversampledEngines([DeterministicPolicy(0, 0.004) for _ in range(2)], 100)
+        prompts, done = list(ALL_PROMPTS), []
+        for _ in range(2):
+            done += await engines.step(prompts)
+            await engines.sync_weights()
+            await engines.wake()
+        await asyncio.sleep(0.05)
+        await engines.sync_weights()
+        groups = [group for part in await engines.snapshot() for group in part]
+        await engines.close()
+        unclaimed = ALL_PROMPTS[len(ALL_PROMPTS) - len(prompts) - engines.num_pending + len(groups) :]
+        prompts = list(unclaimed)
+        policies = [DeterministicPolicy(3, 0.001) for _ in range(engines_after)]
+        engines = OversampledEngines(policies, 100, [groups[number::engines_after] for number in range(engines_after)])
+        while prompts or engines.num_pending:
+            done += await engines.step(prompts)
+        await engines.close()
+        return done, groups
+
+    done, groups = asyncio.run(run())
+    assert any(partial.num_turn_tokens and not partial.is_turn_complete for group in groups for partial in group)
+    assert sorted(rollout.prompt.id for rollout in done) == sorted(prompt.id for prompt in ALL_PROMPTS for _ in "ab")
+    for rollout in done:
+        assert_whole(rollout)
+
+
+def test_complete_groups_of_a_snapshot_come_first() -> None:
+    async def run() -> list[str]:
+        source = OversampledEngines([DeterministicPolicy(pause=0)], 100)
+        await source.step(list(ALL_PROMPTS[:4]))
+        await asyncio.sleep(0.2)  # the other two are complete, too
+        (groups,) = await source.snapshot()
+        await source.close()
+        assert len(groups) == 2 and all(partial.status is not None for group in groups for partial in group)
+        engines = OversampledEngines([DeterministicPolicy(pause=0.01)], 100, [groups])
+        rollouts = await engines.step(list(ALL_PROMPTS[4:]))
+        await engines.close()
+        return [rollout.prompt.id for rollout in rollouts]
+
+    assert set(asyncio.run(run())) <= {prompt.id for prompt in ALL_PROMPTS[:4]}
+
+
+def test_time_asleep_counts_for_no_timeout() -> None:
+    async def run() -> list[Rollout]:
+        policy = DeterministicPolicy(pause=0.01)
+        stream = GroupStream(
+            GroupQueue(UNLIMITED), policy, make_context(), samples=SAMPLES, max_groups=GROUPS, timeout=2.0
+        )
+        task = asyncio.create_task(stream.run())
+        await stream.admit(admitted(0))
+        await asyncio.sleep(0.1)
+        await stream.pause("retract", sleeps=True)
+        await asyncio.sleep(2.5)
+        await stream.resume()
+        result = await stream.collect(GROUPS)
+        task.cancel()
+        assert result is not None and result.seconds < 2.4
+        return result.rollouts
+
+    assert all(rollout.status != "aborted" for rollout in asyncio.run(run()))

@@ -1,4 +1,4 @@
-"""One conversation: the content of its turns, how it ends, and how it resumes after a halt."""
+"""One conversation: the content of its turns, how it ends, and how it resumes from a checkpoint."""
 
 from __future__ import annotations
 
@@ -32,13 +32,20 @@ from scripted import (
 )
 
 from megarl.chat_format.chat_template import ChatTemplate
-from megarl.engine.engine_protocol import Generation, RequestFailed
+from megarl.config import RolloutConfig
+from megarl.engine.engine_protocol import NOT_RECORDED, Generation, RecordedPrefix, RequestFailed
 from megarl.engine.tool_calls import ParsedResponse, ToolCall
 from megarl.environments.catalog import load_tools
 from megarl.environments.process_sessions import EnvironmentPool
-from megarl.environments.protocol import ToolResult
-from megarl.rollout.conversation import RolloutContext, build_sampling_params, run_conversation
+from megarl.rollout.conversation import (
+    Conversation,
+    Deadline,
+    RolloutContext,
+    build_sampling_params,
+    run_conversation,
+)
 from megarl.rollout.partial_rollouts import PartialRollout
+from megarl.rollout.request_gate import RequestGate
 from megarl.types import Prompt, Rollout, SamplingMask, TrainBatch, Turn
 
 pytestmark = pytest.mark.alone
@@ -83,15 +90,22 @@ class RoutingPolicy(ScriptedPolicy):
     def __init__(self, *lines: str | Generation, unrecorded: Sequence[int] = ()) -> None:
         super().__init__(*lines)
         self.unrecorded = unrecorded
-        self.routed: list[int] = []
+        self.starts: list[int] = []
 
     async def generate(
-        self, context: Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: Any = None
+        self,
+        context: Sequence[int],
+        params: dict[str, Any],
+        recorded: RecordedPrefix = NOT_RECORDED,
+        on_tokens: Any = None,
     ) -> Generation:
-        self.routed.append(routed)
         out = await super().generate(context, params)
-        positions = torch.arange(routed, len(context) + len(out.token_ids) - 1, dtype=torch.int16)
-        return out if len(self.routed) in self.unrecorded else replace(out, routing=positions.view(-1, 1, 1))
+        start = recorded.next_start(out.weight_version)
+        self.starts.append(start)
+        positions = torch.arange(start, len(context) + len(out.token_ids) - 1, dtype=torch.int16)
+        if len(self.starts) in self.unrecorded:
+            return out
+        return replace(out, routing=positions.view(-1, 1, 1), record_start=start)
 
 
 @pytest.mark.parametrize(
@@ -105,9 +119,9 @@ def test_requests_routing_once_per_token_except_the_last(unrecorded: tuple[int, 
     # Each request starts its record with the last sampled token, which no earlier request has run.
     before = [0, *(len(context) - 1 for context in contexts_after_turns(rollout))]
     if not unrecorded:
-        assert policy.routed == before
+        assert policy.starts == before
     else:
-        assert policy.routed[unrecorded[0]] == policy.routed[unrecorded[0] - 1]
+        assert policy.starts[unrecorded[0]] == policy.starts[unrecorded[0] - 1]
 
 
 def test_keeps_sampling_masks_of_all_requests() -> None:
@@ -120,17 +134,7 @@ def test_keeps_sampling_masks_of_all_requests() -> None:
         )
 
     def run_in_parts(*texts: Generation) -> Rollout:
-        context = RolloutContext(CHAT, EnvironmentPool(CHAT.catalog, 1.0, 4), parse, CONFIG)
-
-        async def run() -> PartialRollout:
-            partial = begin_rollout()
-            for out in texts:
-                halting_context = replace(context, halt=asyncio.Event())
-                halting_context.halt.set()
-                partial = await run_conversation(partial, ScriptedPolicy(out), halting_context, {})
-            return partial
-
-        return asyncio.run(run()).to_rollout(0)
+        return finish_in_parts(ScriptedPolicy(texts[-1]), CONFIG, *texts[:-1]).to_rollout(0)
 
     def counts(rollout: Rollout) -> list[int]:
         assert rollout.sampling_mask is not None and rollout.num_actions == len(rollout.sampling_mask)
@@ -362,7 +366,7 @@ def test_deadline_ends_a_slow_tool() -> None:
     async def run() -> Rollout:
         async with aclosing(EnvironmentPool(chat.catalog, 600.0, 4)) as pool:
             context = RolloutContext(chat, pool, parse, CONFIG)
-            deadline = asyncio.get_running_loop().time() + 0.5
+            deadline = Deadline(asyncio.get_running_loop().time() + 0.5)
             return (
                 await run_conversation(begin_rollout(chat=chat), ScriptedPolicy(line), context, {}, deadline)
             ).to_rollout(0)
@@ -387,22 +391,40 @@ def test_sampling_params() -> None:
     assert (truncated["top_p"], truncated["top_k"], truncated["min_p"]) == (1.0, 20, 0.1)
 
 
-def run_with_halts(
-    start: PartialRollout, context: RolloutContext, halts_after: Sequence[int] = ()
+def finish_in_parts(policy: ScriptedPolicy, config: RolloutConfig, *parts: Generation) -> PartialRollout:
+    """Finish a conversation whose first turn was interrupted after each of these parts."""
+    context = RolloutContext(CHAT, EnvironmentPool(CHAT.catalog, 1.0, 4), parse, config)
+    partial = begin_rollout()
+    for part in parts:
+        partial = Conversation(partial, ScriptedPolicy(), context, {}).with_tokens([part])
+        assert (partial.status, partial.is_turn_complete) == (None, False)
+        assert partial.num_turn_tokens == sum(turn.is_action * len(turn.token_ids) for turn in partial.turns)
+    return asyncio.run(run_conversation(partial, policy, context, {}))
+
+
+def run_with_stops(
+    start: PartialRollout, context: RolloutContext, stops_after: Sequence[int] = ()
 ) -> tuple[PartialRollout, list[PartialRollout]]:
-    """Halt the conversation after the given numbers of tokens; each time write it, read it and resume it with the next
-    weight version. Return the final rollout and those at the halts."""
+    """Stop the conversation after the given numbers of tokens; each time write it, read it and resume it with the next
+    weight version. Return the final rollout and those at the stops."""
 
     async def run() -> tuple[PartialRollout, list[PartialRollout]]:
         partial, stops = start, []
         async with aclosing(EnvironmentPool(CHAT.catalog, 60.0, 4)) as pool:
-            for version, tokens in enumerate([*halts_after, -1]):
-                policy = DeterministicPolicy(version, halts_after=tokens)
-                partial = await run_conversation(
-                    partial, policy, replace(context, environments=pool, halt=policy.halt), {}
-                )
+            for version, tokens in enumerate([*stops_after, -1]):
+                policy = DeterministicPolicy(version, waits_after=tokens)
+                gate = RequestGate(policy, 1)
+                slot = gate.open_slot()
+                conversation = Conversation(partial, slot, replace(context, environments=pool), {})
+                running = asyncio.create_task(conversation.run(Deadline()))
+                stopping = asyncio.create_task(policy.waits.wait())
+                await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
+                stopping.cancel()
+                await gate.pause("retract")
+                partial = running.result() if running.done() else conversation.with_tokens(slot.interrupted)
                 if partial.status is not None:
                     break
+                running.cancel()
                 partial = write_and_read(partial)
                 stops.append(partial)
         return partial, stops
@@ -421,8 +443,8 @@ def test_resumed_conversation_equals_an_uninterrupted_one(limit: int) -> None:
     rng, num_stopped, num_calls = random.Random(limit), 0, 0
     for prompt in PROMPTS:
         start = begin_rollout(prompt, seed=3)
-        complete, _ = run_with_halts(start, context)
-        parts, stops = run_with_halts(start, context, [rng.randint(1, 12) for _ in range(12)])
+        complete, _ = run_with_stops(start, context)
+        parts, stops = run_with_stops(start, context, [rng.randint(1, 12) for _ in range(12)])
         num_stopped, num_calls = num_stopped + len(stops), num_calls + parts.tool_calls
         assert [turn.token_ids.tolist() for turn in parts.turns] == [turn.token_ids.tolist() for turn in complete.turns]
         assert [turn.logprobs.tolist() for turn in parts.turns] == [turn.logprobs.tolist() for turn in complete.turns]
@@ -433,8 +455,12 @@ def test_resumed_conversation_equals_an_uninterrupted_one(limit: int) -> None:
             complete.num_turns,
         )
         routing, complete_routing = parts.to_rollout(0).routing, complete.to_rollout(0).routing
-        assert routing is not None and complete_routing is not None and torch.equal(routing, complete_routing)
-        # A token's version is the number of halts before it.
+        assert routing is not None and complete_routing is not None
+        assert torch.equal(routing[..., 0], complete_routing[..., 0])
+        # All of the record is by the weights that sampled the last token.
+        newest = [turn.weight_version for turn in parts.turns if turn.is_action][-1]
+        assert routing[..., 1].unique().tolist() == [newest] and complete_routing[..., 1].unique().tolist() == [0]
+        # A token's version is the number of stops before it.
         bounds = [0, *(stop.num_tokens for stop in stops), parts.num_tokens]
         versions = [version for turn in parts.turns for version in turn.token_versions]
         for version, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
@@ -443,22 +469,13 @@ def test_resumed_conversation_equals_an_uninterrupted_one(limit: int) -> None:
 
 
 def test_turn_interrupted_by_weight_syncs_has_version_spans() -> None:
-    context = RolloutContext(CHAT, EnvironmentPool(CHAT.catalog, 1.0, 4), parse, CONFIG)
     text = (
         make_generation("12", finish="abort", version=1),
         make_generation("3", finish="abort", version=1),
         make_generation("45", version=2),
     )
 
-    async def run() -> PartialRollout:
-        partial = begin_rollout()
-        for out in text:
-            halting_context = replace(context, halt=asyncio.Event())
-            halting_context.halt.set()
-            partial = await run_conversation(partial, ScriptedPolicy(out), halting_context, {})
-        return partial
-
-    finished = asyncio.run(run())
+    finished = finish_in_parts(ScriptedPolicy(text[-1]), CONFIG, *text[:-1])
     first, second = len(ids("12")) + len(ids("3")), len(ids("45")) + 1
     assert finished.status == "stop" and finished.num_turns == 1 and len(finished.turns) == 2
     assert finished.turns[1].versions == ((1, first), (2, second)) and finished.oldest_version == 1
@@ -466,24 +483,14 @@ def test_turn_interrupted_by_weight_syncs_has_version_spans() -> None:
 
 
 def test_resumes_within_a_turn_with_the_remaining_budget() -> None:
-    policy = ScriptedPolicy(make_generation("12", finish="abort"), make_generation("3"))
-    context = RolloutContext(CHAT, EnvironmentPool(CHAT.catalog, 1.0, 4), parse, replace(CONFIG, max_new_tokens=9))
-
-    async def run() -> None:
-        halting_context = replace(context, halt=asyncio.Event())
-        halting_context.halt.set()
-        partial = await run_conversation(begin_rollout(), policy, halting_context, {})
-        assert (partial.status, partial.is_turn_complete, partial.num_turn_tokens) == (None, False, len(ids("12")))
-        await run_conversation(partial, policy, context, {})
-
-    asyncio.run(run())
+    policy = ScriptedPolicy(make_generation("3"))
+    finish_in_parts(policy, replace(CONFIG, max_new_tokens=9), make_generation("12", finish="abort"))
     rendered = CHAT.encode_prompt(PROMPT)
-    assert policy.requests[1] == ([*rendered, *ids("12")], {"max_new_tokens": 9 - len(ids("12"))})
+    assert policy.requests[0] == ([*rendered, *ids("12")], {"max_new_tokens": 9 - len(ids("12"))})
 
 
-def test_turn_that_ends_as_it_is_halted_is_complete() -> None:
+def test_turn_that_ends_as_it_is_aborted_is_complete() -> None:
     context = RolloutContext(CHAT, EnvironmentPool(CHAT.catalog, 1.0, 4), parse, CONFIG)
-    context.halt.set()
     out = make_generation("3")
     finished = asyncio.run(
         run_conversation(begin_rollout(), ScriptedPolicy(replace(out, finish_reason="abort")), context, {})
@@ -496,31 +503,3 @@ def test_turn_that_ends_as_it_is_halted_is_complete() -> None:
         )
     )
     assert truncated.status == "length" and truncated.to_rollout(0).answer == "12"
-
-
-def test_tool_call_running_at_a_halt_is_made_once() -> None:
-    halt_event = asyncio.Event()
-
-    class Tool(EnvironmentPool):
-        times = 0
-
-        async def call_tool(self, name: str, arguments: dict[str, Any]) -> ToolResult:
-            self.times += 1
-            halt_event.set()
-            await asyncio.sleep(0.1)
-            return ToolResult("3", True)
-
-    tools = Tool(CHAT.catalog, 60.0, 1)
-    context = RolloutContext(CHAT, tools, parse, CONFIG)
-    policy = ScriptedPolicy(call("1+2"), "3")
-
-    async def run() -> tuple[PartialRollout, PartialRollout]:
-        partial = await run_conversation(begin_rollout(), policy, replace(context, halt=halt_event), {})
-        return partial, await run_conversation(partial, policy, context, {})
-
-    partial, finished = asyncio.run(run())
-    assert (partial.status, partial.is_turn_complete, partial.num_turns, partial.tool_calls) == (None, True, 1, 0)
-    assert [message["role"] for message in partial.messages] == ["user"]
-    assert [message["role"] for message in finished.messages] == ["user", "assistant", "tool", "assistant"]
-    assert (finished.status, finished.tool_calls, tools.times, len(policy.requests)) == ("stop", 1, 1, 2)
-    assert [turn.is_action for turn in finished.turns] == [False, True, False, True]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from scripted import END, ScriptedPolicy
 
-from megarl.engine.engine_protocol import Generation
+from megarl.engine.engine_protocol import NOT_RECORDED, Generation, RecordedPrefix
 from megarl.rollout.request_gate import RequestGate, merge_generations
 from megarl.types import SamplingMask, as_token_ids
 
@@ -18,7 +19,7 @@ from megarl.types import SamplingMask, as_token_ids
 def make_part(tokens: Sequence[int], version: int, finish: Any = "abort", first: int = 0, **kwargs: Any) -> Generation:
     logprobs = np.array([-token / 10 for token in tokens], np.float32)
     routing = torch.arange(first, first + len(tokens)).view(-1, 1, 1)
-    return Generation(as_token_ids(tokens), logprobs, finish, version, routing=routing, **kwargs)
+    return Generation(as_token_ids(tokens), logprobs, finish, version, routing=routing, record_start=first, **kwargs)
 
 
 def test_merges_two_parts_into_one_generation() -> None:
@@ -63,13 +64,17 @@ class StoppedPolicy(ScriptedPolicy):
         self.first, self.stopped = first, asyncio.Event()
 
     async def generate(
-        self, context: Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: Any = None
+        self,
+        context: Sequence[int],
+        params: dict[str, Any],
+        recorded: RecordedPrefix = NOT_RECORDED,
+        on_tokens: Any = None,
     ) -> Generation:
         if not self.stopped.is_set():
             self.requests.append((list(context), params))
             await self.stopped.wait()
             return self.first
-        self.requests.append((list(context), {**params, "routed": routed}))
+        self.requests.append((list(context), {**params, "recorded": recorded}))
         return self.lines[0]  # type: ignore[return-value]
 
     async def stop(self) -> None:
@@ -83,7 +88,7 @@ def generate_through_sync(
         policy = StoppedPolicy(first, *later_parts)
         gate = RequestGate(policy, 1, asyncio.Event())
         request = asyncio.create_task(
-            gate.open_slot().generate([7, 8], {"max_new_tokens": 3, "stop_token_ids": [END]}, routed=1)
+            gate.open_slot().generate([7, 8], {"max_new_tokens": 3, "stop_token_ids": [END]}, RecordedPrefix(1, 0))
         )
         while not gate.num_requests:
             await asyncio.sleep(0.001)
@@ -99,9 +104,29 @@ def generate_through_sync(
 
 
 def test_resumes_with_the_remaining_token_budget() -> None:
-    merged, requests = generate_through_sync(make_part([11, 12], 0), make_part([5], 1, "length", first=2))
+    merged, requests = generate_through_sync(make_part([11, 12], 0, first=1), make_part([5], 1, "length", first=3))
     assert merged.token_ids.tolist() == [11, 12, 5] and merged.versions == ((0, 2), (1, 1))
-    assert requests[1] == ([7, 8, 11, 12], {"max_new_tokens": 1, "stop_token_ids": [END], "routed": 3})
+    assert requests[1] == (
+        [7, 8, 11, 12],
+        {"max_new_tokens": 1, "stop_token_ids": [END], "recorded": RecordedPrefix(3, 0)},
+    )
+
+
+def test_record_of_newer_weights_replaces_that_of_older_ones() -> None:
+    """Version 1 reads the two tokens of the prompt and the three of version 0 again, and records all of them."""
+    reread = replace(make_part([5], 1, "length"), routing=torch.arange(10, 14).view(-1, 1, 1))
+    merged, _ = generate_through_sync(make_part([11, 12], 0, first=1), reread)
+    assert merged.record_start == 0 and merged.routing is not None
+    assert merged.routing.flatten().tolist() == [10, 11, 12, 13]
+    assert merged.extend_prefix(RecordedPrefix(1, 0)) == RecordedPrefix(4, 1)
+    unrecorded = replace(make_part([], 2), routing=None)
+    assert merge_generations(merged, unrecorded).extend_prefix(NOT_RECORDED) == RecordedPrefix(4, 1)
+    assert unrecorded.extend_prefix(RecordedPrefix(1, 0)) == RecordedPrefix(1, 0)
+
+
+def test_prefix_is_recorded_again_by_other_weights() -> None:
+    assert RecordedPrefix(5, 3).next_start(3) == 5
+    assert RecordedPrefix(5, 3).next_start(4) == 0 == NOT_RECORDED.next_start(4) == NOT_RECORDED.next_start(None)
 
 
 def test_does_not_resume_a_finished_response() -> None:

@@ -1,4 +1,4 @@
-"""The rollout scheduler: engines share groups, none lost or duplicated, with slow, halted and lost engines."""
+"""The rollout scheduler: engines share groups, none lost or duplicated, with slow and lost engines."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ from scripted import (
     parse,
 )
 
-from megarl.engine.engine_protocol import EngineLost, Generation, RequestFailed
+from megarl.engine.engine_protocol import NOT_RECORDED, EngineLost, Generation, RecordedPrefix, RequestFailed
 from megarl.environments.protocol import ToolResult
 from megarl.rollout.aborted import TooManyAborted
 from megarl.rollout.conversation import RolloutContext, derive_seed, run_conversation
 from megarl.rollout.group_queue import GroupQueue, LocalKVStore
-from megarl.rollout.partial_rollouts import PartialRollout
-from megarl.rollout.scheduler import GenerationResult, Group, gather_rollouts
+from megarl.rollout.scheduler import GenerationResult, gather_rollouts
 from megarl.types import Ids, Prompt, Rollout
 
 pytestmark = [pytest.mark.alone, pytest.mark.slow]
@@ -47,7 +46,7 @@ def gather(
 ) -> list[Rollout]:
 
     async def run() -> list[Rollout]:
-        gathered = await gather_rollouts(
+        result = await gather_rollouts(
             prompts,
             GroupQueue(len(prompts)),
             script,
@@ -59,8 +58,7 @@ def gather(
             deadline=None if deadline_in is None else asyncio.get_running_loop().time() + deadline_in,
             num_total=num_total,
         )
-        assert not gathered.partials
-        return gathered.rollouts
+        return result.rollouts
 
     return asyncio.run(run())
 
@@ -116,7 +114,11 @@ def test_too_many_aborts_end_generation_without_waiting() -> None:
 def test_unreachable_engine_raises_one_error() -> None:
     class UnreachablePolicy(ScriptedPolicy):
         async def generate(
-            self, context: Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: Any = None
+            self,
+            context: Sequence[int],
+            params: dict[str, Any],
+            recorded: RecordedPrefix = NOT_RECORDED,
+            on_tokens: Any = None,
         ) -> Generation:
             raise RuntimeError("the engine cannot be reached")
 
@@ -135,8 +137,6 @@ def gather_on_engines(
     policies: Sequence[DeterministicPolicy],
     prompts: Sequence[Prompt],
     queues: Sequence[GroupQueue],
-    num_needed: int | None = None,
-    partial_groups: Sequence[Sequence[Group]] = (),
     **config: Any,
 ) -> list[GenerationResult | BaseException]:
     """Run engines that share the queues, with seed 7 and two samples; return each one's result or exception."""
@@ -151,20 +151,17 @@ def gather_on_engines(
                 samples=2,
                 greedy=False,
                 seed=7,
-                num_needed_groups=num_needed,
-                partial_groups=partial_groups[number] if partial_groups else (),
-                version=policy.weight_version,
             )
-            for number, (policy, queue) in enumerate(zip(policies, queues, strict=True))
+            for policy, queue in zip(policies, queues, strict=True)
         ]
         return await asyncio.gather(*engines, return_exceptions=True)
 
     return asyncio.run(run())
 
 
-def make_queues(groups: int, engines: int, partial_groups: int = 0) -> list[GroupQueue]:
+def make_queues(groups: int, engines: int) -> list[GroupQueue]:
     counts = LocalKVStore()
-    return [GroupQueue(groups, engines, counts, "step", partial_groups) for _ in range(engines)]
+    return [GroupQueue(groups, engines, counts, "step") for _ in range(engines)]
 
 
 def undisturbed_tokens(prompt: Prompt) -> list[int]:
@@ -193,27 +190,6 @@ def test_engines_share_groups_without_loss_or_duplicates(pauses: Sequence[float]
         assert [rollout.group for rollout in out.rollouts] == sorted(rollout.group for rollout in out.rollouts)
         assert len(out.rollouts) == 2 * len({rollout.group for rollout in out.rollouts})
     assert all(policy.max_running <= CONFIG.concurrency for policy in policies)
-
-
-def gather_until_complete(
-    policies: Sequence[DeterministicPolicy],
-    prompts: Sequence[Prompt],
-    queues: Sequence[GroupQueue],
-    num_needed: int | None = None,
-    partial_groups: Sequence[Sequence[Group]] = (),
-    **config: Any,
-) -> list[GenerationResult]:
-    """Call `gather_on_engines` until all groups are complete; later rounds replace lost engines' policies."""
-    result = raise_failures(gather_on_engines(policies, prompts, queues, num_needed, partial_groups, **config))
-    while any(out.engine_loss for out in result):
-        if not (queues[0].count_unclaimed() if num_needed is None else queues[0].count_complete() < num_needed):
-            break
-        replacements = [DeterministicPolicy(policy.weight_version) for policy in policies]
-        second_result = raise_failures(
-            gather_on_engines(replacements, prompts, queues, num_needed, [()] * len(policies), **config)
-        )
-        result = [item.merge(other) for item, other in zip(result, second_result, strict=True)]
-    return result
 
 
 def sort_by_group(outcomes: Sequence[GenerationResult]) -> list[Rollout]:
@@ -290,36 +266,6 @@ def test_watch_that_reports_a_hang_loses_the_engine() -> None:
     assert sorted(item.status or "" for group in returned for item in group.group) == ["", "", "", "stop"]
 
 
-@pytest.mark.parametrize("dies_after", [5, 60, 150, 220])
-def test_lost_engine_with_oversampling_and_partial_groups(dies_after: int) -> None:
-    """Groups are carried over steps, and enough may be complete before or after the loss."""
-    num_needed, num_started = 6, 9
-    prompts_left, partial_groups, done = list(PROMPTS[:30]), [[], []], []
-    for step in range(20):
-        num_partial = sum(map(len, partial_groups))
-        new_prompts = prompts_left[: num_started - num_partial]
-        num_expected = min(num_needed, num_partial + len(new_prompts))
-        queues = make_queues(len(new_prompts), 2, num_partial)
-        policies = [
-            DeterministicPolicy(step, 0.001, dies_after=dies_after if step in (0, 2) else -1),
-            DeterministicPolicy(step, 0.003),
-        ]
-        outcomes = gather_until_complete(policies, new_prompts, queues, num_expected, partial_groups, max_staleness=100)
-        prompts_left = prompts_left[queues[0].count_claimed() :]
-        rollouts = sort_by_group(outcomes)
-        assert (
-            sorted({item.group for item in rollouts}) == list(range(num_expected)) and len(rollouts) == 2 * num_expected
-        )
-        done += rollouts
-        partial_groups = [out.partials for out in outcomes]
-        while (returned := queues[0].claim_returned()) is not None:
-            partial_groups[0].append(returned.group)
-        if not prompts_left and not any(partial_groups):
-            break
-    assert sorted(rollout.prompt.id for rollout in done) == sorted(prompt.id for prompt in PROMPTS[:30] for _ in "ab")
-    assert all(rollout.token_ids.tolist() == undisturbed_tokens(rollout.prompt) for rollout in done)
-
-
 def test_each_engine_starts_no_more_than_its_share() -> None:
     outcomes = raise_failures(
         gather_on_engines([DeterministicPolicy(pause=0.002)] * 4, PROMPTS[:8], make_queues(8, 4), concurrency=100)
@@ -338,10 +284,14 @@ def test_engine_serves_another_conversation_while_a_tool_runs() -> None:
 
     class Policy(ScriptedPolicy):
         async def generate(
-            self, context: Ids | Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: Any = None
+            self,
+            context: Ids | Sequence[int],
+            params: dict[str, Any],
+            recorded: RecordedPrefix = NOT_RECORDED,
+            on_tokens: Any = None,
         ) -> Generation:
             assert self.num_running == 0
-            out = await super().generate(context, params, routed)
+            out = await super().generate(context, params, recorded)
             if len(self.requests) == 2:
                 other_ended.set()
             return out
@@ -381,77 +331,3 @@ def test_starts_at_most_twice_concurrency_conversations() -> None:
         await asyncio.wait([task])
 
     asyncio.run(run())
-
-
-def test_stops_and_resumes_surplus_groups_with_oversampling() -> None:
-    """Steps of 6 groups with 50 % oversampling, on three engines, until the prompts are used up."""
-    engines, num_needed, num_started = 3, 6, 9
-    prompts_left, partial_groups, done, num_stale = list(PROMPTS[:34]), [[] for _ in range(engines)], [], 0
-    for step in range(20):
-        num_partial = sum(map(len, partial_groups))
-        new_prompts = prompts_left[: num_started - num_partial]
-        num_expected = min(num_needed, num_partial + len(new_prompts))
-        queues = make_queues(len(new_prompts), engines, num_partial)
-        policies = [DeterministicPolicy(step, pause=0.003) for _ in range(engines)]
-        outcomes = raise_failures(
-            gather_on_engines(policies, new_prompts, queues, num_expected, partial_groups, max_staleness=100)
-        )
-        prompts_left = prompts_left[queues[0].count_claimed() :]
-        rollouts = [rollout for out in outcomes for rollout in out.rollouts]
-        # Exactly the needed groups, numbered in order of completion.
-        assert (
-            sorted({rollout.group for rollout in rollouts}) == list(range(num_expected))
-            and len(rollouts) == 2 * num_expected
-        )
-        done += rollouts
-        partial_groups = [out.partials for out in outcomes]
-        num_stale += sum(out.num_stale for out in outcomes)
-        if not prompts_left and not any(partial_groups):
-            break
-    assert sorted(rollout.prompt.id for rollout in done) == sorted(prompt.id for prompt in PROMPTS[:34] for _ in "ab")
-    assert num_stale == 0 and step > 4
-    assert any(turn.versions for rollout in done for turn in rollout.turns)  # some were stopped within a turn
-    for rollout in done:
-        assert rollout.token_ids.tolist() == undisturbed_tokens(rollout.prompt)
-        assert rollout.routing is not None and rollout.routing.flatten().tolist() == [*range(rollout.num_tokens - 1)]
-
-
-def make_halted(version: int, text: str = "12") -> PartialRollout:
-    context = make_context()
-    context.halt.set()
-    return asyncio.run(
-        run_conversation(
-            begin_rollout(PROMPTS[1], 5), ScriptedPolicy(make_generation(text, "abort", version)), context, {}
-        )
-    )
-
-
-@pytest.mark.parametrize(("max_staleness", "num_stale"), [(0, 2), (1, 1), (2, 0)])
-def test_restarts_partial_rollouts_beyond_max_staleness(max_staleness: int, num_stale: int) -> None:
-    group = make_halted(2), make_halted(1)
-    out = raise_failures(
-        gather_on_engines(
-            [DeterministicPolicy(version=3)],
-            [],
-            [GroupQueue(0, num_partial_groups=1)],
-            1,
-            [[group]],
-            max_staleness=max_staleness,
-        )
-    )[0]
-    assert out.num_stale == num_stale and [rollout.seed for rollout in out.rollouts] == [5, 5]
-    oldest = [int(min(rollout.turns[1].token_versions)) for rollout in out.rollouts]
-    assert oldest == [2 if max_staleness >= 1 else 3, 1 if max_staleness >= 2 else 3]
-
-
-def test_completed_partial_group_counts_before_others() -> None:
-    """It needs no generation and comes before groups that do."""
-    finished = replace(make_halted(2), status="stop")
-    groups = [(make_halted(2), make_halted(2)), (finished, finished)]
-    out = raise_failures(
-        gather_on_engines(
-            [DeterministicPolicy(version=3)], PROMPTS[:5], [GroupQueue(5, num_partial_groups=2)], 1, [groups]
-        )
-    )[0]
-    assert [rollout.token_ids.tolist() for rollout in out.rollouts] == [finished.token_ids.tolist()] * 2
-    assert [5, 5] in [[item.seed for item in group] for group in out.partials]

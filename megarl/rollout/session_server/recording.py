@@ -14,8 +14,8 @@ import numpy as np
 
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import ConfigError
-from megarl.engine.engine_protocol import Generation, Policy, RequestFailed, TokenCallback
-from megarl.rollout.conversation import Halted, derive_seed
+from megarl.engine.engine_protocol import Generation, Policy, RecordedPrefix, RequestFailed, TokenCallback
+from megarl.rollout.conversation import TIMEOUT_REASON, Deadline, derive_seed
 from megarl.rollout.partial_rollouts import PartialRollout
 from megarl.rollout.session_server.rendering import ContextOverflow, MessageRenderer, RenderedMessages, get_last
 from megarl.rollout.session_server.requests import (
@@ -31,7 +31,6 @@ from megarl.types import Branch, Ids, Message, Prompt
 T = TypeVar("T")
 _MAX_EXTRA_REQUESTS = 32
 """Requests beyond `rollout.max_turns` that get an empty answer; further ones get an error, to end the agent."""
-_TIMEOUT_REASON = "it did not finish within rollout.step_timeout"
 
 
 @dataclass
@@ -85,7 +84,7 @@ class AgentSession:
         prompt: Prompt,
         policy: Policy,
         params: Mapping[str, Any],
-        deadline: float | None = None,
+        deadline: Deadline | None = None,
         seed: int = 0,
         model: str = "policy",
         log_ignored: Callable[[str], None] = lambda field: None,
@@ -98,7 +97,7 @@ class AgentSession:
         self.failure = ""
         self.params = dict(params)
         self.renderer, self._prompt, self._policy = renderer, prompt, policy
-        self._deadline, self._seed, self._log_ignored = deadline, seed, log_ignored
+        self._deadline, self._seed, self._log_ignored = deadline or Deadline(), seed, log_ignored
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
         self._unanswered: dict[Node, str] = {}
@@ -207,13 +206,13 @@ class AgentSession:
         if node.generation is not None:  # the policy's last answer
             return (EMPTY_CHOICE,) * request.num_choices
         try:
-            async with asyncio.timeout_at(self._deadline):
+            async with self._deadline.limit():
                 generations = await self._sample(request, node, streams)
                 choices = [await self.renderer.read_answer(output, request, node) for output in generations]
             if not all(stream.is_prefix_of(choice.message) for stream, choice in zip(streams, choices, strict=False)):
                 raise RequestFailed("the final answer differs from what was streamed to the client")
         except TimeoutError:
-            self.fail(_TIMEOUT_REASON)
+            self.fail(TIMEOUT_REASON)
             raise self._fail_request(node, self.failure, 503) from None
         except RequestFailed as error:
             raise self._fail_request(node, str(error), 500) from None
@@ -226,8 +225,8 @@ class AgentSession:
         return choices
 
     def _check_open(self) -> None:
-        if self._deadline is not None and asyncio.get_running_loop().time() >= self._deadline:
-            self.fail(_TIMEOUT_REASON)
+        if self._deadline.is_over:
+            self.fail(TIMEOUT_REASON)
         if self._closed or self.failure:
             reason = f"the session failed: {self.failure}" if self.failure else "the session is closed"
             raise RequestRefused(reason, status=503, code="session_closed")
@@ -276,7 +275,7 @@ class AgentSession:
             params["stop"] = list(request.stop_strings)
         callbacks = [streams[index].add_tokens if streams else None for index in range(request.num_choices)]
         tasks = [
-            asyncio.ensure_future(self._generate(ids, {**params, **seed}, node.num_routed, on_tokens))
+            asyncio.ensure_future(self._generate(ids, {**params, **seed}, node.recorded, on_tokens))
             for seed, on_tokens in zip(self._derive_seeds(ids, request.num_choices), callbacks, strict=True)
         ]
         try:
@@ -286,12 +285,9 @@ class AgentSession:
                 task.cancel()
 
     async def _generate(
-        self, ids: Ids, params: dict[str, Any], num_routed: int, on_tokens: TokenCallback | None
+        self, ids: Ids, params: dict[str, Any], recorded: RecordedPrefix, on_tokens: TokenCallback | None
     ) -> Generation:
-        try:
-            generation = await self._policy.generate(ids, params, num_routed, on_tokens)
-        except Halted:
-            raise RequestFailed("generation was halted") from None
+        generation = await self._policy.generate(ids, params, recorded, on_tokens)
         is_complete = (
             len(generation.token_ids) == params["max_new_tokens"]
             or get_last(generation.token_ids) in self.renderer.chat.end_token_ids

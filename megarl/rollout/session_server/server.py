@@ -14,6 +14,7 @@ from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import RolloutConfig
 from megarl.engine.engine_protocol import Policy
 from megarl.engine.tool_calls import ParseFunction
+from megarl.rollout.conversation import Deadline
 from megarl.rollout.session_server.recording import AgentSession, SessionMetrics
 from megarl.rollout.session_server.rendering import MessageRenderer
 from megarl.rollout.session_server.requests import CompletionRequest, RequestRefused, parse_request
@@ -84,14 +85,14 @@ class SessionServer:
         prompt: Prompt,
         policy: Policy,
         params: Mapping[str, Any],
-        deadline: float | None = None,
+        deadline: Deadline | None = None,
         seed: int = 0,
     ) -> AgentSession:
         """Open a new session.
 
         Args:
             params: sampling parameters without max_new_tokens, as from `build_sampling_params`
-            deadline: event-loop time at which the session fails; running requests are aborted and later ones refused
+            deadline: when the session fails; running requests are aborted and later ones refused
             seed: seed recorded in its rollouts
         """
         assert self.url, "call start first"

@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from megarl.engine.engine_protocol import Generation
-from megarl.rollout.partial_rollouts import PartialRollout, num_recorded
+from megarl.engine.engine_protocol import NOT_RECORDED, Generation, RecordedPrefix
+from megarl.rollout.partial_rollouts import PartialRollout, oldest_version
 from megarl.rollout.session_server.requests import Digest, extend_digest
 from megarl.rollout.session_server.responses import Choice
 from megarl.types import Ids, Message, Prompt, SamplingMask, Status, Turn
@@ -32,7 +32,6 @@ class Node:
         history: digest of all of the client's messages up to this node
         schemas: for a context, the available tools
         generation: for an answer, what the engine returned
-        num_routed_before: for an answer, tokens whose routing was known before the request
         num_parse_errors: for an answer, calls that could not be parsed
         num_reasoning_tokens: for an answer, its leading tokens that are reasoning
         end_reason: for an answer, why the client could not continue after it; None if nothing prevented it
@@ -47,7 +46,6 @@ class Node:
     history: Digest
     schemas: Schemas = ()
     generation: Generation | None = None
-    num_routed_before: int = 0
     num_calls: int = 0
     num_parse_errors: int = 0
     num_reasoning_tokens: int = 0
@@ -77,14 +75,14 @@ class Node:
         return sum(len(node.messages) for node in self.path())
 
     @property
-    def num_routed(self) -> int:
-        """Number of leading tokens along the path with known routing or sparse attention indices.
+    def recorded(self) -> RecordedPrefix:
+        """The leading tokens along the path with known routing or sparse attention indices.
 
         Answers to the same context each record its routing, because each request ran it.
         """
-        known = 0
+        known = NOT_RECORDED
         for answer in (node.generation for node in self.path() if node.generation is not None):
-            known = num_recorded(known, answer.routing, answer.sparse_indices)
+            known = answer.extend_prefix(known)
         return known
 
 
@@ -100,6 +98,12 @@ class TokenTree:
         self.num_forks = 0
         self._answers: dict[Digest, list[Node]] = {}
         self._contexts: dict[tuple[Node | None, Digest], Node] = {}
+
+    @property
+    def oldest_version(self) -> float:
+        """Oldest version of the weights that sampled a token; infinity if there is none."""
+        answers = (node.generation for nodes in self._answers.values() for node in nodes)
+        return oldest_version([generation.to_turn() for generation in answers if generation is not None])
 
     def find_answer(self, histories: Sequence[Digest], messages: Sequence[Message]) -> tuple[Node | None, int]:
         """Find the answer that matches the longest prefix of the messages.
@@ -167,7 +171,6 @@ class TokenTree:
             (choice.message,),
             history,
             generation=choice.generation,
-            num_routed_before=context.num_routed,
             num_calls=len(choice.message.get("tool_calls", ())),
             num_parse_errors=choice.num_parse_errors,
             num_reasoning_tokens=choice.num_reasoning_tokens,
@@ -212,14 +215,6 @@ class TokenTree:
 def _make_partial(path: Sequence[Node], nodes: Sequence[Node], prompt: Prompt, seed: int) -> PartialRollout:
     """Convert a path to a conversation. `nodes` lists the answers that are actions."""
     actions = {node: node.generation for node in nodes if node.generation is not None}
-    routing, indices, num_routed = [], [], 0
-    for node in path:
-        if (answer := node.generation) is None or (answer.routing is None and answer.sparse_indices is None):
-            continue
-        assert node.num_routed_before == num_routed, "the records of a path are consecutive"
-        num_routed = num_recorded(num_routed, answer.routing, answer.sparse_indices)
-        routing += [] if answer.routing is None else [answer.routing]
-        indices += [] if answer.sparse_indices is None else [answer.sparse_indices]
     leaf, sampled = path[-1], list(actions.values())
     status: Status = leaf.end_reason or ("length" if sampled[-1].finish_reason == "length" else "stop")
     masks = [
@@ -227,13 +222,11 @@ def _make_partial(path: Sequence[Node], nodes: Sequence[Node], prompt: Prompt, s
         for action in sampled
     ]
     has_masks = any(action.sampling_mask is not None for action in sampled)
-    return PartialRollout(
+    partial = PartialRollout(
         prompt=prompt,
         seed=seed,
         turns=tuple(actions[node].to_turn() if node in actions else Turn(node.ids) for node in path),
         messages=tuple(message for node in path for message in node.messages),
-        routing=tuple(routing),
-        sparse_indices=tuple(indices),
         sampling_masks=tuple(masks) if has_masks else (),
         num_turn_tokens=len(leaf.ids),
         is_turn_complete=True,
@@ -244,3 +237,7 @@ def _make_partial(path: Sequence[Node], nodes: Sequence[Node], prompt: Prompt, s
         accepted=sum(action.accepted for action in sampled),
         status=status,
     )
+    for node in path:
+        if node.generation is not None:
+            partial = partial.extend_record(node.generation)
+    return partial

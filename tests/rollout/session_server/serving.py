@@ -15,8 +15,8 @@ from scripted import CHAT, CONFIG, END, PROMPT, ids, parse
 
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import RolloutConfig
-from megarl.engine.engine_protocol import Generation, Policy
-from megarl.rollout.conversation import build_sampling_params
+from megarl.engine.engine_protocol import NOT_RECORDED, Generation, Policy, RecordedPrefix
+from megarl.rollout.conversation import Deadline, build_sampling_params
 from megarl.rollout.session_server import AgentSession, SessionServer
 from megarl.types import Ids, Prompt, as_token_ids
 
@@ -48,7 +48,7 @@ async def serve_session(
     config: RolloutConfig = CONFIG,
     prompt: Prompt = PROMPT,
     chat: ChatTemplate = CHAT,
-    deadline: float | None = None,
+    deadline: Deadline | None = None,
     params: dict[str, Any] = PARAMS,
     retries: int = 0,
 ) -> AsyncIterator[ServedSession]:
@@ -79,14 +79,18 @@ class NumberedPolicy:
     record [position, number of the request]. A line that ends with "..." stops at the length limit."""
 
     def __init__(self, *lines: str) -> None:
-        self.lines, self.tokens = list(lines), 0
+        self.lines, self.tokens, self.version = list(lines), 0, 7
         self.calls: list[tuple[list[int], dict[str, Any], int, Generation]] = []
 
     def ids(self, text: str) -> Sequence[int]:
         return ids(text)
 
     async def generate(
-        self, context: Ids | Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: Any = None
+        self,
+        context: Ids | Sequence[int],
+        params: dict[str, Any],
+        recorded: RecordedPrefix = NOT_RECORDED,
+        on_tokens: Any = None,
     ) -> Generation:
         number = len(self.calls)
         line = self.lines[number % len(self.lines)]
@@ -95,15 +99,17 @@ class NumberedPolicy:
         written = [*self.ids(line.removesuffix("...")), *(() if is_cut else (END,))][: params["max_new_tokens"]]
         first = self.tokens + 1
         self.tokens += len(written)
-        positions = torch.arange(routed, len(token_ids) + len(written) - 1, dtype=torch.int16)
+        start = recorded.next_start(self.version)
+        positions = torch.arange(start, len(token_ids) + len(written) - 1, dtype=torch.int16)
         generation = Generation(
             as_token_ids(written),
             -np.arange(first, first + len(written), dtype=np.float32),
             "stop" if written[-1] == END else "length",
-            number,
+            self.version,
+            record_start=start,
             routing=torch.stack([positions, torch.full_like(positions, number)], dim=1)[:, None],
         )
-        self.calls.append((token_ids, params, routed, generation))
+        self.calls.append((token_ids, params, start, generation))
         await asyncio.sleep(0)
         return generation
 

@@ -18,7 +18,7 @@ from scripted import CHAT, call, ids
 from serving import QUESTION, NumberedPolicy, ServedSession, run_with_server
 
 from megarl.chat_format.chat_template import ChatTemplate
-from megarl.engine.engine_protocol import Generation
+from megarl.engine.engine_protocol import NOT_RECORDED, Generation, RecordedPrefix
 from megarl.rollout.session_server.requests import CompletionRequest
 from megarl.rollout.session_server.responses import StreamedResponse
 from megarl.types import as_token_ids
@@ -36,9 +36,9 @@ class StreamingPolicy(NumberedPolicy):
         self.go, self.cancelled = asyncio.Semaphore(0), 0
 
     async def generate(
-        self, context: Any, params: dict[str, Any], routed: int = 0, on_tokens: Any = None
+        self, context: Any, params: dict[str, Any], recorded: RecordedPrefix = NOT_RECORDED, on_tokens: Any = None
     ) -> Generation:
-        generation = await super().generate(context, params, routed)
+        generation = await super().generate(context, params, recorded)
         for token in generation.token_ids.tolist() if on_tokens is not None else ():
             try:
                 await self.go.acquire()
@@ -131,9 +131,11 @@ def test_disconnect_logs_no_error(
 
 def test_final_response_that_differs_from_the_stream_is_an_error() -> None:
     class InconsistentPolicy(StreamingPolicy):
-        async def generate(self, context: Any, params: Any, routed: int = 0, on_tokens: Any = None) -> Generation:
+        async def generate(
+            self, context: Any, params: Any, recorded: RecordedPrefix = NOT_RECORDED, on_tokens: Any = None
+        ) -> Generation:
             on_tokens(as_token_ids(ids("Something else")))
-            return await NumberedPolicy.generate(self, context, params, routed)
+            return await NumberedPolicy.generate(self, context, params, recorded)
 
     async def test(session: ServedSession) -> None:
         with pytest.raises(openai.APIError, match="differs from what was streamed"):

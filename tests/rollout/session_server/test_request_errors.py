@@ -14,6 +14,7 @@ from scripted import PROMPT, FailingPolicy, ScriptedPolicy, make_generation
 from serving import PARAMS, QUESTION, NumberedPolicy, ServedSession, run_with_server, serve_session
 
 from megarl.engine.engine_protocol import RequestFailed
+from megarl.rollout.conversation import Deadline
 from megarl.rollout.session_server.requests import CompletionRequest, RequestRefused
 from megarl.rollout.session_server.server import MAX_BODY_BYTES
 
@@ -168,7 +169,7 @@ def test_session_past_its_deadline_is_aborted() -> None:
     async def run() -> None:
         lines: Any = ("a", None)
         async with serve_session(
-            FailingPolicy(*lines), deadline=asyncio.get_running_loop().time() + 1.0, retries=2
+            FailingPolicy(*lines), deadline=Deadline(asyncio.get_running_loop().time() + 1.0), retries=2
         ) as session:
             answer = await session.create(QUESTION)
             for _ in range(2):

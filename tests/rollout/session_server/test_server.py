@@ -14,7 +14,6 @@ import pytest
 from scripted import CHAT, CONFIG, END, HEAD, PROMPT, call, ids
 from serving import PARAMS, QUESTION, NumberedPolicy, ServedSession, run_with_server, serve_session
 
-from megarl.rollout.conversation import Halted
 from megarl.types import Branch, as_token_ids
 
 pytestmark = pytest.mark.alone
@@ -310,17 +309,3 @@ def test_uses_the_prompts_own_token_ids_for_its_messages() -> None:
         assert policy.calls[0][0] == rendered.tolist() and policy.calls[1][0] == list(RENDERED_QUESTION)
 
     run_with_server(test, policy, prompt=replace(PROMPT, token_ids=rendered))
-
-
-def test_halted_generation_fails_its_requests() -> None:
-    class HaltedPolicy(NumberedPolicy):
-        async def generate(self, *args: Any, **settings: Any) -> Any:
-            raise Halted
-
-    async def test(session: ServedSession) -> None:
-        with pytest.raises(openai.InternalServerError, match="generation was halted"):
-            await session.create(QUESTION)
-        (branch,) = session.recording.collect_branches()
-        assert (branch.status, branch.failure) == ("aborted", "generation was halted")
-
-    run_with_server(test, HaltedPolicy("never"))

@@ -18,7 +18,7 @@ from openai import AsyncOpenAI
 
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.engine.client import Client
-from megarl.engine.engine_protocol import Generation
+from megarl.engine.engine_protocol import NOT_RECORDED, Generation, RecordedPrefix
 from megarl.engine.tool_calls import make_parser
 from megarl.rollout.conversation import build_sampling_params
 from megarl.rollout.partial_rollouts import PartialRollout
@@ -84,7 +84,7 @@ def test_session_equals_direct_engine_requests(running: RunningEngine) -> None:
         async with AsyncOpenAI(base_url=recording.base_url, api_key=recording.key, timeout=300) as openai_client:
             messages: list[Any] = [QUESTION]
             contexts: list[list[int]] = []
-            context_ids, routed = chat.encode_prompt(PROMPT), 0
+            context_ids, known = chat.encode_prompt(PROMPT), NOT_RECORDED
             replies, encoded = [], []
             for question in ("Sure?", "And 2+2?", "Bye"):
                 chat.texts.clear()
@@ -100,11 +100,11 @@ def test_session_equals_direct_engine_requests(running: RunningEngine) -> None:
             assert encoded and not [text for text in encoded for item in replies if len(item) > 3 and item in text]
         assert [turn.is_action for turn in branch.turns] == [False, True] * 3
         for number, context in enumerate(contexts):
-            direct = await client.generate(context, {**params, "max_new_tokens": config.max_new_tokens}, routed)
+            direct = await client.generate(context, {**params, "max_new_tokens": config.max_new_tokens}, known)
             assert_same_turn(branch, 2 * number + 1, direct, slice(number, number + 1))
-            routed += len(branch.routing[number])
+            known = direct.extend_prefix(known)
             full = [*context, *direct.token_ids.tolist()]
-            assert branch.token_ids.tolist()[: len(full)] == full and routed == len(full) - 1
+            assert branch.token_ids.tolist()[: len(full)] == full and known.tokens == len(full) - 1
 
     run_with_engine(running, test)
 
@@ -119,10 +119,10 @@ def test_records_sampled_logprobs_bitwise(running: RunningEngine) -> None:
 
         class RecordingPolicy:
             async def generate(
-                self, ids: Any, params: dict[str, Any], routed: int = 0, on_tokens: Any = None
+                self, ids: Any, params: dict[str, Any], recorded: RecordedPrefix = NOT_RECORDED, on_tokens: Any = None
             ) -> Generation:
                 requests.append((list(ids), params["sampling_seed"]))
-                answer = await client.generate(ids, params, routed)
+                answer = await client.generate(ids, params, recorded)
                 generations.append(answer)
                 return answer
 

@@ -13,7 +13,7 @@ from serving import PARAMS
 from templates import PUBLISHED
 
 from megarl.chat_format.chat_template import ChatTemplate
-from megarl.engine.engine_protocol import Generation
+from megarl.engine.engine_protocol import NOT_RECORDED, Generation, RecordedPrefix
 from megarl.engine.tool_calls import ParsedResponse, ToolCall
 from megarl.rollout.session_server.recording import AgentSession
 from megarl.rollout.session_server.rendering import MessageRenderer
@@ -41,7 +41,7 @@ def test_conversation_in_each_model_familys_format(name: str, truncated: bool) -
 
     class LinePolicy:
         async def generate(
-            self, ids: Any, params: dict[str, Any], routed: int = 0, on_tokens: Any = None
+            self, ids: Any, params: dict[str, Any], recorded: RecordedPrefix = NOT_RECORDED, on_tokens: Any = None
         ) -> Generation:
             requests.append(chat.decode(ids))
             tokens = as_token_ids(chat.tokenizer.encode(lines[len(requests) - 1], add_special_tokens=False))

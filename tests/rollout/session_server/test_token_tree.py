@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
-from megarl.engine.engine_protocol import Generation
+from megarl.engine.engine_protocol import Generation, RecordedPrefix
 from megarl.rollout.session_server.requests import hash_prefixes
 from megarl.rollout.session_server.responses import Choice
 from megarl.rollout.session_server.token_tree import Node, TokenTree
@@ -21,10 +23,13 @@ def user(content: str) -> Message:
     return {"role": "user", "content": content}
 
 
-def make_choice(content: str, *tokens: int, routed: int, prompt_length: int, **fields: object) -> Choice:
+def make_choice(
+    content: str, *tokens: int, routed: int, prompt_length: int, version: int = 7, **fields: object
+) -> Choice:
     positions = torch.arange(routed, prompt_length + len(tokens) - 1, dtype=torch.uint8)[:, None, None]
     values = -np.array(tokens, np.float32)
-    generation = Generation(as_token_ids(tokens), values, "stop", 7, routing=positions, cached=routed, **fields)  # type: ignore[arg-type]
+    record: dict[str, Any] = {"routing": positions, "record_start": routed, "cached": routed, **fields}
+    generation = Generation(as_token_ids(tokens), values, "stop", version, **record)
     return Choice({"role": "assistant", "content": content}, "stop", generation)
 
 
@@ -63,7 +68,7 @@ class ExampleTree:
 
     def answer(self, name: str, parent_name: str, content: str, *tokens: int) -> None:
         parent = self.nodes[parent_name]
-        choice = make_choice(content, *tokens, routed=parent.num_routed, prompt_length=len(parent.tokens))
+        choice = make_choice(content, *tokens, routed=parent.recorded.tokens, prompt_length=len(parent.tokens))
         self.nodes[name] = self.tree.add_answer(parent, choice)
         self.history[name] = [*self.history[parent_name], choice.message]
 
@@ -167,3 +172,30 @@ def test_branch_statuses() -> None:
     long = Generation(as_token_ids([5]), np.zeros(1), "length", 0)
     tree.add_answer(root, Choice({"role": "assistant", "content": "3"}, "length", long))
     assert [branch.status for _, branch in tree.collect_branches(PROMPT, 0)] == ["stop", "stop", "length", "length"]
+
+
+def test_branches_have_the_record_of_the_newest_weights_on_their_path() -> None:
+    """Version 8 continues after an answer of version 7 and reads it again, on one of two branches."""
+    tree = TokenTree()
+
+    def answer(parent: Node, number: int, version: int) -> Node:
+        start = parent.recorded.next_start(version)
+        choice = make_choice(str(number), number, routed=start, prompt_length=len(parent.tokens), version=version)
+        return tree.add_answer(parent, choice)
+
+    def ask(parent: Node | None, *contents: str) -> Node:
+        history = hash_prefixes([user(content) for content in contents], ())[-1]
+        return tree.add_context(parent, parent, history, as_token_ids([1, 2]), [user(contents[-1])])
+
+    first = answer(ask(None, "x"), 3, 7)
+    reread = answer(ask(first, "x", "u"), 4, 8)
+    last = answer(ask(reread, "x", "u", "v"), 5, 8)
+    assert (first.recorded, reread.recorded) == (RecordedPrefix(2, 7), RecordedPrefix(5, 8))
+    assert last.generation is not None and last.generation.record_start == 5
+    other = answer(ask(first, "x", "w"), 6, 7)
+    assert other.generation is not None and other.generation.record_start == 2
+    branches = [branch for _, branch in tree.collect_branches(PROMPT, 4)]
+    assert [[len(part) for part in branch.routing] for branch in branches] == [[5, 3], [2, 3]]
+    records = [torch.cat(branch.routing).flatten().tolist() for branch in branches]
+    assert records == [[*range(8)], [*range(5)]]
+    assert [branch.recorded for branch in branches] == [RecordedPrefix(8, 8), RecordedPrefix(5, 7)]
