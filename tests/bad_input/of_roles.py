@@ -58,6 +58,11 @@ def judge_case(name: str, settings: str, expected: str, reward: str = "{backend:
     return Case(f"judge: {name}", (expected,), (f"roles={{reward: {reward}, judge: {settings}}}",))
 
 
+def policy_case(name: str, roles: str, expected: str, *overrides: str) -> Case:
+    algorithm = "algorithm=megarl.controllers.policies:PPOAndReMaxController"
+    return Case(f"second policy: {name}", (expected,), (algorithm, f"roles={{{roles}}}", *overrides))
+
+
 MODEL = ("reward.model=FOLDER/model",)
 CASES = [
     reward("an unknown backend", "{backend: grpc}", "roles.reward.backend=grpc", "megatron, transformers, pool, http"),
@@ -131,6 +136,16 @@ CASES = [
         "set roles.reward.backend to judge",
         reward="{}",
     ),
+    policy_case("a missing folder", "actor_b: {model: FOLDER/b}", "roles.actor_b.model=FOLDER/b: no such folder"),
+    policy_case(
+        "an unknown role", "actor_c: {}", "roles.actor_c: megarl.controllers.policies:PPOAndReMaxController has"
+    ),
+    policy_case(
+        "engines that do not fit", "rollout_b: {rollout: {tp: 3}}", "roles.rollout_b.rollout.tp=3 does not divide"
+    ),
+    policy_case("a layout that does not fit", "actor_b: {parallel: {pp: 7}}", "is not a multiple of tp x pp = 1 x 7"),
+    policy_case("a model of its engines", "rollout_b: {model: FOLDER/model}", "set roles.actor_b.model"),
+    policy_case("asynchronous generation", "", "rollout.asynchronous: not implemented", "rollout.asynchronous=true"),
     reward("a classifier without a model", "{backend: transformers}", "needs reward.model"),
     reward("a policy as a classifier", "{backend: transformers}", "is not a sequence classifier", overrides=MODEL),
     reward("options as a list", "{options: [1]}", "roles.reward.options must be a mapping"),
