@@ -73,6 +73,20 @@ def test_lost_judge_restarts_and_gives_the_same_rewards(
     assert_same_steps(steps, read_steps(colocated_run))
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("ahead", ["rollout.asynchronous=true", "rollout.oversample=1.5"])
+def test_judge_takes_turns_with_engines_that_generate_ahead(
+    ahead: str, folder: Path, judged: str, host: str, tmp_path: Path
+) -> None:
+    """Unfinished responses are interrupted while the judge is awake, and go on afterwards."""
+    train(folder, tmp_path / "run", *STEPS, *ONE_RANK, judged, ahead, "rollout.temperature=1", host=host)
+    rows = read_steps(tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 2]
+    for row in rows:
+        assert 0 < row["reward/judge"] <= 9 and row["rollout/reward_failed_frac"] == 0
+        assert row["rollout/aborted_frac"] == 0 and row["actor/grad_norm"] > 0
+
+
 def assert_same_steps(actual: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
     """Check that rewards and updates are bitwise equal."""
     for row, expected_row in zip(actual, expected, strict=True):

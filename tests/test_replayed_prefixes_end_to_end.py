@@ -24,12 +24,12 @@ COMMON = [
 OVERSAMPLED = [*ONE_RANK, "rollout.oversample=2", "rollout.concurrency=12"]
 ASYNCHRONOUS = [
     *("rollout.asynchronous=true", "placement={actor: 0, rollout: 1}", "parallel.world_size=2"),
-    *("parallel.ranks_per_node=2", "parallel.tp=1", "parallel.ep=1", "run.num_rollout=4", "rollout.concurrency=4"),
-    *("rollout.max_new_tokens=150", "rollout.max_context=300"),  # generation takes longer than training
+    *("parallel.ranks_per_node=2", "parallel.tp=1", "parallel.ep=1", "run.num_rollout=4", "rollout.max_staleness=1"),
+    # Generation takes longer than training.
+    *("rollout.max_new_tokens=150", "rollout.max_context=400", "rollout.concurrency=3"),
+    *("run.num_update=1", "run.ppo_epochs=1", "rollout.verify_weights_every=1"),
 ]
 AGENTS = ("calculating", "branching")
-SPECS = json.dumps([f"example_agents:{name}" for name in AGENTS])
-WITH_AGENTS = ["rollout.tools=[]", f"rollout.environments={SPECS}", "rollout.max_new_tokens=60"]
 
 
 @pytest.fixture(scope="module")
@@ -66,15 +66,30 @@ def test_retracted_requests_replay_the_newest_weights(folder: Path, host: str, t
     assert assert_current_tokens_agree(tmp_path / "run", 4) > 0
 
 
+def agent_settings(folder: Path, target: Path) -> list[str]:
+    """Write the prompts for two agents of several turns to `target`, and return the settings of a run on them."""
+    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    rows = [{**row, "environment": AGENTS[i % 2], "tools": []} for i, row in enumerate(rows)]
+    target.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    specs = json.dumps([f"example_agents:{name}" for name in AGENTS])
+    return ["rollout.tools=[]", f"rollout.environments={specs}", "rollout.max_new_tokens=60", f"data.train={target}"]
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("sync_mode", ["retract", "in_place"])
 def test_turns_of_agents_replay_the_newest_weights(folder: Path, host: str, tmp_path: Path, sync_mode: str) -> None:
-    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
-    rows = [{**row, "environment": AGENTS[i % 2], "tools": []} for i, row in enumerate(rows)]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    settings = [*WITH_AGENTS, f"data.train={tmp_path}/train.jsonl", f"rollout.on_weight_sync={sync_mode}"]
+    settings = [*agent_settings(folder, tmp_path / "train.jsonl"), f"rollout.on_weight_sync={sync_mode}"]
     train(folder, tmp_path / "run", *COMMON, *ASYNCHRONOUS, *settings, host=host)
     assert assert_current_tokens_agree(tmp_path / "run", 4) > 0
+
+
+@pytest.mark.nightly
+def test_oversampled_agents_continue_with_the_newest_weights(folder: Path, host: str, tmp_path: Path) -> None:
+    settings = [*agent_settings(folder, tmp_path / "train.jsonl"), "rollout.max_context=400"]
+    train(folder, tmp_path / "run", *COMMON, *OVERSAMPLED, *settings, host=host)
+    assert assert_current_tokens_agree(tmp_path / "run", 3) > 0
+    rows = read_steps(tmp_path / "run")
+    assert max(row["rollout/partial_groups"] for row in rows) > 0 and sum(row["agents/failed"] for row in rows) == 0
 
 
 @pytest.mark.nightly

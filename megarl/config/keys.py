@@ -326,17 +326,20 @@ class RolloutConfig:
     engine has up to twice as many tool processes, each started only when a call would otherwise wait. An environment
     has one process per conversation."""
     asynchronous: bool = False
-    """Engines on separate ranks (`placement.rollout`) keep generating while the others train: a step's prompts start up
-    to `rollout.max_staleness` steps early, and responses continue across weight syncs. For tokens that older weights
-    sampled, the importance ratio is to the engine's log-probs at that time."""
+    """Engines on separate ranks (`placement.rollout`) keep generating while the others train, and engines that share
+    ranks with models whenever these leave them the device: a step's prompts start up to `rollout.max_staleness` steps
+    early, and responses continue across weight syncs. For tokens that older weights sampled, the importance ratio is to
+    the engine's log-probs at that time."""
     on_weight_sync: OnWeightSync = "retract"
-    """How running responses are handled when `rollout.asynchronous` engines get new weights: `retract` interrupts them
-    and continues from their tokens with a recomputed KV cache; `in_place` continues with the KV cache of the old
-    weights, at no cost and with a small bias; `wait` lets them finish first, so that each response comes from one
-    version of the weights."""
+    """How running responses are handled when engines get new weights (`rollout.asynchronous`, `rollout.oversample`):
+    `retract` interrupts them and continues from their tokens with a recomputed KV cache; `in_place` continues with the
+    KV cache of the old weights, at no cost and with a small bias; `wait` lets them finish first, so that each response
+    comes from one version of the weights. `in_place` is for engines without models on their ranks, since others release
+    their KV cache meanwhile."""
     oversample: Annotated[float, Range(1, 100)] = 1.0
-    """Ratio of prompts in flight to the prompts that a step needs, `data.prompts_per_step`. Once enough are done, the
-    others are paused, and continued in the next step. 1 disables it: a step waits for its longest response."""
+    """Ratio of prompts in flight to the prompts that a step needs, `data.prompts_per_step`. A step takes those that are
+    done first; the others continue in the next step, or, with `rollout.asynchronous`, meanwhile. 1 disables it: a step
+    waits for its longest response."""
     max_staleness: Annotated[int, Range(0, 1000)] = 1
     """Maximum staleness: versions by which a rollout's first token may be older than the weights in training.
     `rollout.asynchronous` starts no prompt earlier: 0 is on policy, 1 overlaps a step's generation with the previous

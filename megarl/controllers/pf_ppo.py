@@ -12,7 +12,6 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -87,7 +86,7 @@ class ReplayBuffer:
             return
         world, records, error = len(comm.all_gather_objects(None)), [], ""
         try:
-            records = read_records(folder / FOLDER, 0, comm.rank, world)
+            records = read_records(folder / FOLDER, 0, comm.rank, world, include_trainer_columns=True)  # sampling masks
         except ConfigError as failure:
             error = str(failure)
         if errors := [text for text in comm.all_gather_objects(error) if text]:
@@ -113,15 +112,6 @@ class PFPPOController(PPOController):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.buffer = ReplayBuffer(self.options.buffer_size)
-
-    @classmethod
-    def read_options(cls, config: Config) -> Any:
-        if config.rollout.has_truncated_sampling:
-            raise ConfigError(
-                f"algorithm={config.algorithm} with truncated sampling (rollout.top_p, top_k, min_p): its buffer does "
-                "not store the sampling masks that older log-probs need; sample from the whole vocabulary"
-            )
-        return super().read_options(config)
 
     def collect_experience(self, flow: Flow, items: Sequence[Prompt]) -> Experience:
         """Filter the step's rollouts, and fill up with older ones from the buffer."""

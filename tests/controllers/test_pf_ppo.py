@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from scripted_flow import ScriptedFlow, scripted_rollout  # noqa: E402
 
-from megarl.config import ConfigError, from_dict  # noqa: E402
-from megarl.controllers.controller import load_requirements, make_controller  # noqa: E402
+from megarl.config import from_dict  # noqa: E402
+from megarl.controllers.controller import make_controller  # noqa: E402
 from megarl.controllers.pf_ppo import reliable_mask  # noqa: E402
-from megarl.types import LOCAL, Prompt, Rollouts  # noqa: E402
+from megarl.types import LOCAL, Prompt, Rollouts, SamplingMask  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
@@ -70,9 +71,16 @@ def test_batch_is_filled_from_the_replay_buffer(tmp_path: Path) -> None:
     assert torch.equal(next_result.batch.tokens, after_restore.batch.tokens)
 
 
-def test_truncated_sampling_is_rejected() -> None:
-    with pytest.raises(ConfigError, match="^algorithm=pf_ppo with truncated sampling"):
-        load_requirements(from_dict({"algorithm": "pf_ppo", "rollout": {"top_p": 0.9}}))
+def test_buffer_keeps_sampling_masks(tmp_path: Path) -> None:
+    config = from_dict({"algorithm": "pf_ppo", "rollout": {"top_p": 0.9, "top_k": 20}})
+    mask = SamplingMask.from_rows([[1, 3], [4]])
+    rollout = replace(scripted_rollout(0, 1.0), sampling_mask=mask)
+    controller, restored = make_controller(config), make_controller(config)
+    controller.buffer.add(Rollouts.gather([rollout]))  # type: ignore[attr-defined]
+    controller.save()(tmp_path)
+    restored.restore(tmp_path, LOCAL)
+    (read,) = restored.buffer.sample(1, make_generator()).local  # type: ignore[attr-defined]
+    assert read.sampling_mask.ids.tolist() == [1, 3, 4] and read.sampling_mask.counts.tolist() == [2, 1]
 
 
 def test_empty_buffer_saves_nothing(tmp_path: Path) -> None:

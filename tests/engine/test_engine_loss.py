@@ -23,7 +23,9 @@ class FakeEngine:
         healthy: bool | None = None,
         num_pending: int = 1,
         is_paused: bool = False,
+        is_asleep: bool = False,
     ) -> None:
+        self.is_asleep = is_asleep
         self._dies_at, self._responds, self._healthy = time.monotonic() + dies_after, responds, healthy
         self.num_pending, self.is_paused, self.health_checks = num_pending, is_paused, 0
         self._started = time.monotonic()
@@ -69,6 +71,11 @@ def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_dead_engine_is_lost() -> None:
     failure = watch_engine(FakeEngine(dies_after=0.1, responds=True))
     assert failure is not None and failure.fault == "died" and 0 <= failure.detection_delay < 1
+
+
+def test_engine_that_dies_asleep_is_noticed_later() -> None:
+    """Its device is in use then, so that it could not start again."""
+    assert watch_engine(FakeEngine(dies_after=0.1, num_pending=0, is_asleep=True)) is None
 
 
 @pytest.mark.parametrize("healthy", [None, False])

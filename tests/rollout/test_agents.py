@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted import CONFIG, PROMPT, TOKENIZER, ScriptedPolicy, call, parse
+import torch
+from scripted import CONFIG, PROMPT, TOKENIZER, DeterministicPolicy, ScriptedPolicy, begin_rollout, call, parse
 
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import RolloutConfig
 from megarl.environments.catalog import load_catalog
 from megarl.environments.process_sessions import EnvironmentPool
-from megarl.rollout.conversation import RolloutContext
+from megarl.rollout.conversation import Deadline, RolloutContext, build_sampling_params
 from megarl.rollout.group_queue import GroupQueue
-from megarl.rollout.scheduler import gather_rollouts
+from megarl.rollout.partial_rollouts import PartialRollout
+from megarl.rollout.request_gate import RequestGate
+from megarl.rollout.scheduler import AgentEpisode, gather_rollouts
 from megarl.rollout.session_server import SessionServer
+from megarl.rollout.session_server.recording import SessionMetrics
 from megarl.types import Prompt, Reward, RewardFailure, Rollout, Rollouts
 
 BLACK_BOX = f"{sys.executable} {Path(__file__).parent.parent / 'subprocess_agent.py'}"
@@ -27,6 +33,7 @@ AGENTS = ("calculating", "branching", "odd")
 SPECS = (*(f"example_agents:{name}" for name in AGENTS), f"program:{BLACK_BOX}")
 CATALOG = load_catalog(RolloutConfig(environments=SPECS))
 CHAT = ChatTemplate(TOKENIZER, environments=CATALOG.environments)
+PARAMS = build_sampling_params(CONFIG, CHAT, greedy=False, seed=0)
 
 
 def task(environment: str, truth: Any = 3) -> Prompt:
@@ -106,3 +113,55 @@ def test_missing_or_invalid_reward_of_an_agent(behavior: str, reward: str | None
         assert rollout.env_reward is None
     else:
         assert isinstance(rollout.env_reward, RewardFailure) and "it must return a" in rollout.env_reward.reason
+
+
+def run_through_syncs(prompt: Prompt, stops_after: Sequence[int] = ()) -> tuple[PartialRollout, SessionMetrics]:
+    """Run an agent through weight syncs, each after this many further tokens of the policy."""
+
+    async def run() -> tuple[PartialRollout, SessionMetrics]:
+        server = SessionServer(CHAT, parse, CONFIG)
+        await server.start()
+
+        async def get_server() -> SessionServer:
+            return server
+
+        stops = [*accumulate(stops_after), -1]
+        policy = DeterministicPolicy(waits_after=stops[0])
+        gate = RequestGate(policy, 1)
+        deadline = Deadline(asyncio.get_running_loop().time() + 60.0)
+        async with aclosing(EnvironmentPool(CATALOG, 60.0, 2)) as pool, aclosing(server):
+            context = RolloutContext(CHAT, pool, parse, CONFIG, get_session_server=get_server)
+            episode = AgentEpisode(begin_rollout(prompt, chat=CHAT), gate.open_slot(), context, PARAMS)
+            running = asyncio.create_task(episode.run(deadline))
+            for version, next_stop in enumerate(stops[1:], 1):
+                await policy.waits.wait()
+                deadline.suspend()
+                await gate.pause("retract")
+                assert policy.num_running == 0 and not running.done()
+                policy.waits.clear()
+                policy.weight_version, policy.waits_after = version, next_stop
+                deadline.resume()
+                gate.reopen()
+            return await running, server.metrics
+
+    return asyncio.run(run())
+
+
+def test_agent_continues_after_weight_syncs() -> None:
+    """It equals an undisturbed one, and newer weights record again what they read again."""
+    prompt = task("branching")
+    undisturbed, _ = run_through_syncs(prompt)
+    interrupted, metrics = run_through_syncs(prompt, (3, 7, 5))
+    assert (metrics.sessions, metrics.requests, metrics.failed) == (1, 3, 0)
+    expected, actual = ([*item.earlier_branches, item] for item in (undisturbed, interrupted))
+    assert len(expected) == len(actual) == 2
+    for first, second in zip(expected, actual, strict=True):
+        assert [turn.token_ids.tolist() for turn in first.turns] == [turn.token_ids.tolist() for turn in second.turns]
+        assert second.status == first.status and second.messages == first.messages
+        newest = [turn.weight_version for turn in second.turns if turn.is_action][-1]
+        record = torch.cat(second.routing)[:, 0].tolist()
+        assert record == [[position, newest] for position in range(second.num_tokens - 1)]
+    assert interrupted.env_reward == undisturbed.env_reward and interrupted.env_reward is not None
+    spans = [span for branch in actual for turn in branch.turns if turn.is_action for span in turn.version_spans]
+    tokens = [sum(count for version, count in spans if version == number) for number in range(4)]
+    assert tokens[:3] == [3, 7, 5] and tokens[3] > 0

@@ -29,7 +29,8 @@ def fake_engine(folder: Path) -> Any:
     names = dict(
         url="", api_key="", tool_call_parser="", tool_call_marker="", index=0, weight_version=0, start_number=1
     )
-    return SimpleNamespace(**names, log=folder / "logs/engine_0.log", is_paused=False, check_running=lambda start: None)
+    state = dict(is_paused=False, is_asleep=False, check_running=lambda start: None)
+    return SimpleNamespace(**names, **state, log=folder / "logs/engine_0.log")
 
 
 def test_aborts_engine_requests_and_checks_other_engines_meanwhile(
@@ -43,7 +44,7 @@ def test_aborts_engine_requests_and_checks_other_engines_meanwhile(
     async def gathered(*_: Any, **__: Any) -> GenerationResult:
         if not endings:
             await asyncio.sleep(3600)
-        return GenerationResult([Rollout(PROMPT, (), endings.pop(0))], [])
+        return GenerationResult([Rollout(PROMPT, (), endings.pop(0))])
 
     monkeypatch.setattr(rollout_context, "gather_rollouts", gathered)
     monkeypatch.setattr(rollout_context, "_POLL_S", 0.01)
@@ -84,7 +85,7 @@ def test_tool_processes_are_reused_across_generations(monkeypatch: pytest.Monkey
             context.environments.max_tool_processes == 2 * CONFIG.concurrency
         )  # no conversation waits for another's tool call
         text = (await context.environments.call_tool("pid", {})).text
-        return GenerationResult([Rollout(PROMPT, (), messages=({"role": "assistant", "content": text},))], [])
+        return GenerationResult([Rollout(PROMPT, (), messages=({"role": "assistant", "content": text},))])
 
     monkeypatch.setattr(rollout_context, "gather_rollouts", only_call)
     runner = RolloutRunner(engine, ChatTemplate(TOKENIZER, load_tools(["misbehaving_tools:pid"])), CONFIG)  # type: ignore[arg-type]
@@ -101,7 +102,7 @@ def test_evaluation_uses_its_own_sampling_keys(monkeypatch: pytest.MonkeyPatch, 
 
     async def only_look(prompts: Any, queue: Any, policy: Any, context: RolloutContext, **_: Any) -> GenerationResult:
         requests.append((build_sampling_params(context.config, context.chat, False, 3), policy.should_request_masks))
-        return GenerationResult([], [])
+        return GenerationResult([])
 
     monkeypatch.setattr(rollout_context, "gather_rollouts", only_look)
     for settings in ({}, {"eval_top_p": 0.7}, {"eval_temperature": 0.6, "eval_top_p": 1.0}):

@@ -86,7 +86,7 @@ def generate_through_sync(
 ) -> tuple[Generation, list[tuple[list[int], dict[str, Any]]]]:
     async def run() -> tuple[Generation, Any]:
         policy = StoppedPolicy(first, *later_parts)
-        gate = RequestGate(policy, 1, asyncio.Event())
+        gate = RequestGate(policy, 1)
         request = asyncio.create_task(
             gate.open_slot().generate([7, 8], {"max_new_tokens": 3, "stop_token_ids": [END]}, RecordedPrefix(1, 0))
         )
@@ -138,13 +138,14 @@ def test_does_not_resume_a_finished_response() -> None:
 
 def test_idle_conversation_makes_room_for_another() -> None:
     async def run() -> list[bool]:
-        gate = RequestGate(ScriptedPolicy("3"), 1, asyncio.Event())
+        gate = RequestGate(ScriptedPolicy("3"), 1)
         slot = gate.open_slot()
         waiting = asyncio.create_task(gate.wait_for_room())
         await asyncio.sleep(0.01)
         result = [waiting.done()]
         slot.mark_idle()
-        result.append(await waiting)
+        await asyncio.sleep(0.01)
+        result.append(waiting.done())
         gate.open_slot()
         assert gate.num_conversations == 2 and gate.num_idle == 1
         waiting = asyncio.create_task(gate.wait_for_room())

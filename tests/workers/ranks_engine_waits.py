@@ -70,7 +70,7 @@ def generate_seeds(rollout_worker: Any) -> Any:
 
 def generate_slowly(rollout_worker: Any, prompts: Any, **_: Any) -> GenerationResult:
     time.sleep(2.5 * TIMEOUT)
-    return GenerationResult([Rollout(PROMPT, TURNS, seed=RANKS.job.rank)], [])
+    return GenerationResult([Rollout(PROMPT, TURNS, seed=RANKS.job.rank)])
 
 
 def fail_on_one_engine(rollout_worker: Any, prompts: Any, check: Callable[[], None], **_: Any) -> GenerationResult:
@@ -80,12 +80,12 @@ def fail_on_one_engine(rollout_worker: Any, prompts: Any, check: Callable[[], No
     for _ in range(36000):
         time.sleep(0.1)
         check()
-    return GenerationResult([], [])
+    return GenerationResult([])
 
 
 def abort_some(failures: list[str]) -> Callable[..., GenerationResult]:
     rollouts = [Rollout(PROMPT, TURNS, "aborted" if failure else "stop", failure=failure) for failure in failures]
-    return lambda rollout_worker, prompts, **_: GenerationResult(rollouts, [])
+    return lambda rollout_worker, prompts, **_: GenerationResult(rollouts)
 
 
 def lose_one_engine(rollout_worker: Any, prompts: Any, queue: GroupQueue, **_: Any) -> GenerationResult:
@@ -100,10 +100,8 @@ def lose_one_engine(rollout_worker: Any, prompts: Any, queue: GroupQueue, **_: A
         loss = EngineLost("died", "engine is not running; the last lines")
         rollout_worker.engines.engine_restart.report_lost(loss)
         queue.return_group(ReturnedGroup(groups.pop(), (), 3))
-        return GenerationResult(make_rollouts(groups), [], engine_loss=loss, num_interrupted=3)
-    return GenerationResult(
-        make_rollouts(groups), [], num_restarted=0 if returned is None else returned.num_interrupted
-    )
+        return GenerationResult(make_rollouts(groups), engine_loss=loss, num_interrupted=3)
+    return GenerationResult(make_rollouts(groups), num_restarted=0 if returned is None else returned.num_interrupted)
 
 
 def make_rollouts(groups: list[Any]) -> list[Rollout]:

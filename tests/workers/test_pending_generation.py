@@ -41,7 +41,7 @@ def collect_on_ranks(*engines: Sequence[Rollout] | str | None, groups: int = 2, 
             elif outcome is not None:
                 for _ in outcome:
                     queue.claim()
-                future.set_result(GenerationResult(list(outcome), []))
+                future.set_result(GenerationResult(list(outcome)))
         pending = PendingGeneration(
             future, queue, rank, start_version=start_version, current_version=lambda: 4, wait_phase=nullcontext
         )

@@ -1,0 +1,84 @@
+"""Two steps of each run of `tools/combinations.py`, in which every two settings of different features meet.
+
+The policy is a tiny DeepSeek-V3 with a layer of multi-token prediction, in fp32.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import tiny_models
+from training_run import ROOT, build_command, make_folder, read_steps, train
+
+from megarl.config import ConfigError, load_config
+from megarl.dry_run.validation import validate
+
+sys.path.insert(0, str(ROOT / "tools"))
+
+import combinations as pairwise  # noqa: E402
+
+RUNS = pairwise.build_runs()
+COMMON = [
+    *("run.num_rollout=2", "run.num_update=1", "run.ppo_epochs=1", "run.save_every=0", "run.export=false"),
+    *(
+        "reward.functions=[sum_reward:even]",
+        "rollout.max_new_tokens=24",
+        "rollout.max_turns=2",
+        "rollout.max_context=400",
+        "data.eval=[]",
+    ),
+    *("rollout.samples_per_prompt=2", "rollout.tool_call_parser=qwen25", "kl.apply_to=none", "critic.warmup_steps=0"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_folder(tmp_path_factory.mktemp("combinations") / "q", "qwen3_moe")
+    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    untied = [json.dumps({name: value for name, value in row.items() if name != "tools"}) for row in rows]
+    (folder / "train.jsonl").write_text("\n".join(untied) + "\n")
+    tiny_models.save(tiny_models.deepseek_v3(num_nextn_predict_layers=1), folder / "mtp")
+    return folder
+
+
+def overrides_of(folder: Path, run: pairwise.Run) -> list[str]:
+    return [f"model.path={folder}/mtp", *COMMON, *pairwise.overrides_of(run)]
+
+
+def errors_of(folder: Path, run: pairwise.Run) -> list[str]:
+    _, _, _, config, *settings = build_command(folder, folder / "run", *overrides_of(folder, run))
+    try:
+        return [str(error) for error in validate(load_config(config, settings), dry_run=True).errors]
+    except ConfigError as error:
+        return [str(error)]
+
+
+def test_runs_cover_all_pairs_that_are_not_refused() -> None:
+    covered = set().union(*map(pairwise.covered_pairs, RUNS))
+    assert covered == set(pairwise.list_pairs()) - pairwise.REFUSED.keys()
+    assert len(RUNS) <= 40
+
+
+def test_dry_run_refuses_the_refused_pairs(folder: Path) -> None:
+    default = {feature: next(iter(settings)) for feature, settings in pairwise.FEATURES.items()}
+    assert errors_of(folder, default) == []
+    for pair in pairwise.REFUSED:
+        assert len(errors_of(folder, default | dict(pair))) == 1, pair
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("number", range(1, len(RUNS) + 1))
+def test_trains_two_steps(folder: Path, host: str, tmp_path: Path, number: int) -> None:
+    run = RUNS[number - 1]
+    train(folder, tmp_path / "run", *overrides_of(folder, run), host=host)
+    rows = read_steps(tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 2]
+    for row in rows:
+        assert all(math.isfinite(value) for value in row.values() if isinstance(value, float))
+        assert row["rollout/aborted_frac"] == 0
+        gaps = [row[name] for name in row if name.startswith("rollout/logprob_diff_p95") and "stale" not in name]
+        assert gaps and max(gaps) < 1e-4, (run, row)

@@ -1,0 +1,171 @@
+"""Print which features combine, and the runs that show it.
+
+    .venv/bin/python tools/combinations.py            for each pair of settings the run that covers it, or the refusal
+    .venv/bin/python tools/combinations.py --runs     the runs, with the overrides of a configuration of three ranks
+
+Each run has one setting of every feature. The runs are a covering array: every two settings of different features meet
+in one of them, unless they are refused. `tests/test_combinations_end_to_end.py` trains two steps with each, on the real
+Megatron-Core and the real engine, and checks that the dry run refuses exactly what is refused here.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from megarl.config.command_line import Parser, run_cli
+
+Setting = tuple[str, str]
+"""A feature and one of its settings."""
+
+FEATURES: dict[str, dict[str, Sequence[str]]] = {
+    "algorithm": {
+        "grpo": ("algorithm=grpo",),
+        "ppo": ("algorithm=ppo",),
+        "dapo": ("algorithm=dapo", "options.max_num_gen_batches=2"),
+        "remax": ("algorithm=remax",),
+        "pf_ppo": ("algorithm=pf_ppo",),
+    },
+    "generation": {
+        "synchronous": (),
+        "over-sampled": ("rollout.oversample=1.5", "rollout.max_staleness=2"),
+        "async, wait": ("rollout.asynchronous=true", "rollout.on_weight_sync=wait"),
+        "async, in_place": ("rollout.asynchronous=true", "rollout.on_weight_sync=in_place"),
+        "async, retract": ("rollout.asynchronous=true", "rollout.on_weight_sync=retract"),
+        "async, over-sampled": ("rollout.asynchronous=true", "rollout.oversample=1.5", "rollout.max_staleness=2"),
+    },
+    "placement": {
+        "colocated": ("parallel.world_size=2", "parallel.ranks_per_node=2", "rollout.tp=2"),
+        "engines apart": (
+            *("parallel.world_size=3", "parallel.ranks_per_node=3", "rollout.tp=1"),
+            "placement={actor: 0-1, rollout: 2}",
+        ),
+        "some engines apart": (
+            *("parallel.world_size=3", "parallel.ranks_per_node=3", "rollout.tp=1"),
+            "placement={actor: 0-1, rollout: all}",
+        ),
+    },
+    "correction": {kind: (f"correction.kind={kind}",) for kind in ("none", "tis", "icepop", "mis", "reject")},
+    "routing": {"own": (), "replayed": ("train.routing_replay=true",)},
+    "sampling": {"full": (), "truncated": ("rollout.top_p=0.9", "rollout.top_k=50")},
+    "conversation": {
+        "tools": ("rollout.tools=[megarl.environments.ready.calculator:calculator]",),
+        "environment": ("rollout.tools=[]", "rollout.environments=[megarl.environments.ready.guess:Guess]"),
+        "agent": ("rollout.tools=[]", "rollout.environments=[example_agents:calculating]"),
+    },
+    "weights": {"full": (), "LoRA": ("lora.rank=4",)},
+    "drafts": {"none": (), "MTP": ("rollout.num_speculative_tokens=2",)},
+    "layout": {
+        "TP2 x EP2": ("parallel.tp=2", "parallel.ep=2"),
+        "PP2": ("parallel.tp=1", "parallel.ep=1", "parallel.pp=2"),
+        "CP2": ("parallel.tp=1", "parallel.ep=1", "parallel.cp=2"),
+        "DP2 x EP2": ("parallel.tp=1", "parallel.ep=2"),
+    },
+}
+
+_NO_CACHE = "an engine that sleeps while models use its device has no KV cache of the old weights left to continue with"
+_NO_MASKS = "SGLang returns no sampling masks with drafts, and without them the sampled distribution is unknown"
+
+REFUSED: dict[frozenset[Setting], str] = {
+    frozenset({("generation", "async, in_place"), ("placement", "colocated")}): _NO_CACHE,
+    frozenset({("generation", "async, in_place"), ("placement", "some engines apart")}): _NO_CACHE,
+    frozenset({("drafts", "MTP"), ("sampling", "truncated")}): _NO_MASKS,
+}
+"""Pairs of settings that the dry run refuses, and why."""
+
+Run = dict[str, str]
+"""The setting of each feature."""
+
+
+def list_pairs() -> Iterator[frozenset[Setting]]:
+    """Return all pairs of settings of different features."""
+    for first, second in combinations(FEATURES, 2):
+        for a in FEATURES[first]:
+            for b in FEATURES[second]:
+                yield frozenset({(first, a), (second, b)})
+
+
+def covered_pairs(run: Mapping[str, str]) -> set[frozenset[Setting]]:
+    return {frozenset(pair) for pair in combinations(run.items(), 2)}
+
+
+def build_runs() -> list[Run]:
+    """Return a covering array, built greedily: each run starts from a pair that no other run has covered, and adds the
+    settings that cover the most further pairs."""
+    missing = dict.fromkeys(pair for pair in list_pairs() if pair not in REFUSED)  # a set with an order
+    runs: list[Run] = []
+    while missing:
+        run: Run = dict(sorted(next(iter(missing)), key=lambda setting: list(FEATURES).index(setting[0])))
+        for feature, settings in FEATURES.items():
+            if feature in run:
+                continue
+            candidates = [
+                (sum(frozenset({(feature, name), other}) in missing for other in run.items()), name)
+                for name in settings
+                if not any(frozenset({(feature, name), other}) in REFUSED for other in run.items())
+            ]
+            run[feature] = max(candidates, key=lambda candidate: candidate[0])[1]
+        for pair in covered_pairs(run):
+            missing.pop(pair, None)
+        runs.append({feature: run[feature] for feature in FEATURES})
+    return runs
+
+
+def overrides_of(run: Mapping[str, str]) -> list[str]:
+    """Return the overrides of a run's settings."""
+    return [override for feature, name in run.items() for override in FEATURES[feature][name]]
+
+
+def render_table(runs: Sequence[Run]) -> Table:
+    """Return a table of all pairs: the number of the first run that covers each, or a letter of a refusal."""
+    settings = [(feature, name) for feature, names in FEATURES.items() for name in names]
+    table = Table(box=box.SIMPLE_HEAD, padding=0, collapse_padding=True)
+    table.add_column("feature", no_wrap=True)
+    table.add_column("setting", no_wrap=True)
+    for number in range(len(settings)):
+        table.add_column(f" {number + 1}", justify="right")
+    reasons = list(dict.fromkeys(REFUSED.values()))
+    first_runs: dict[frozenset[Setting], int] = {}
+    for number, run in enumerate(runs):
+        for pair in covered_pairs(run):
+            first_runs.setdefault(pair, number + 1)
+    for number, (feature, name) in enumerate(settings):
+        cells = []
+        for other in settings[:number]:
+            pair = frozenset({(feature, name), other})
+            if other[0] == feature:
+                cells.append("")
+            elif pair in REFUSED:
+                cells.append(chr(97 + reasons.index(REFUSED[pair])))
+            else:
+                cells.append(str(first_runs[pair]))
+        is_last = number + 1 == len(settings) or settings[number + 1][0] != feature
+        is_first = not number or settings[number - 1][0] != feature
+        table.add_row(feature if is_first else "", f" {number + 1} {name}", *cells, end_section=is_last)
+    return table
+
+
+def main() -> int:
+    parser = Parser(__doc__)
+    parser.add_argument("--runs", action="store_true", help="print the runs instead of the table")
+    options = parser.parse_args()
+    runs, console = build_runs(), Console(width=200)
+    if options.runs:
+        for number, run in enumerate(runs, 1):
+            print(f"{number}: {json.dumps(run)}\n   {' '.join(map(repr, overrides_of(run)))}")
+        return 0
+    console.print(render_table(runs))
+    for letter, reason in enumerate(dict.fromkeys(REFUSED.values()), 97):
+        print(f"{chr(letter)}: refused: {reason}")
+    print(f"{len(runs)} runs cover {len(list(list_pairs())) - len(REFUSED)} pairs; {len(REFUSED)} pairs are refused")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_cli(main))
