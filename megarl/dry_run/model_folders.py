@@ -362,6 +362,9 @@ def _read_role_models(
             raise ConfigError(
                 f"{source} is a classifier, {model['architectures'][0]}, which has no log-probs of tokens"
             )
+        if role in declared.own_tokenizer_roles:
+            check_positions(model, config, source)  # of about as many tokens as the policy's
+            continue
         reason = f"the {role} reads the policy's tokens, so it must have its tokenizer and at least its vocabulary"
         _check_vocab_size(hf, model, source, reason, may_be_larger=True)
         check_same_tokenizer(config, source, path, reason)

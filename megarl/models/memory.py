@@ -192,18 +192,19 @@ def plan_memory(
             states[f"{role} weights"] = fullest.weights
             training["activations"] = max(training["activations"], fullest.activations)
             training["logits"] = max(training["logits"], fullest.logits)
+        policy = split_role(lead)[1]
+        actor = f"actor {policy}" if policy else "actor"
+        weights = states.get(f"{actor} weights", 0)
+        if weights and "reference" in requirements.roles and not config.lora.rank:
+            host["reference weights"] = weights
         if requirements.has_rollout and requirements.trained_roles:
-            policy = split_role(lead)[1]
             engine_role = f"rollout_{policy}" if policy else "engine"
             own_engine = other_engines.get(engine_role, {}) if policy else engine
-            weights = states.get(f"actor {policy} weights" if policy else "actor weights", 0)
             engine_weights = own_engine.get(f"{engine_role} weights", 0)
             if staged := sync_staging_bytes(rollout.weight_sync_bucket_mb << 20, weights, engine_weights):
                 weight_sync.update({"engine weights": engine_weights, "reshard staging": staged})
-            if weights and "reference" in requirements.roles and not config.lora.rank:
-                host["reference weights"] = weights
             if weights and config.guards.ppo_kl:
-                host["last good policy"] = weights + states["actor optimizer"]
+                host["last good policy"] = weights + states[f"{actor} optimizer"]
             if config.train.offload and states:
                 host["states, while generating"] = sum(states[name] for name in states if "gradients" not in name)
         if engine and takes_turns(config, requirements.roles, "rollout"):
