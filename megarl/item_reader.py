@@ -35,7 +35,7 @@ class ItemReader:
 
     def __init__(self, config: Config, hf_config: dict[str, Any], chat: ChatTemplate, job: ranks.Job) -> None:
         self.config, self.chat, self.job = config, chat, job
-        self._max_positions = int(family_of(hf_config).gpt_kwargs(hf_config)["max_sequence_length"])
+        self.max_positions = int(family_of(hf_config).gpt_kwargs(hf_config)["max_sequence_length"])
         self.notes: list[str] = []
 
     def load_prompts(self, files: str | Sequence[str], whole: bool = False) -> ConcatDataset[Prompt]:
@@ -77,7 +77,7 @@ class ItemReader:
 
     def load_conversations(self, files: str | Sequence[str]) -> ConcatDataset[Rollout]:
         """Read conversations for SFT. Those longer than the model's positions are dropped and counted in a note."""
-        data, longest = self.config.data, self._max_positions
+        data, longest = self.config.data, self.max_positions
 
         def load(path: str, name: str, order: str) -> tuple[TableDataset[Rollout], np.ndarray | None]:
             answers = answer_key(self.config)
@@ -101,7 +101,7 @@ class ItemReader:
     def load_preferences(self, files: str | Sequence[str]) -> ConcatDataset[Pair]:
         """Read preference pairs. Pairs that exceed a micro-batch or the model are dropped and counted in a note."""
         budget = self.config.train.max_tokens_per_gpu * self.config.parallel.cp
-        longest = self._max_positions
+        longest = self.max_positions
 
         def load(path: str, name: str, order: str) -> tuple[TableDataset[Pair], np.ndarray | None]:
             pairs, dropped = read_preferences(path, self.chat.tokenizer, budget, longest, name, order)

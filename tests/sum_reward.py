@@ -12,6 +12,11 @@ def even(rollout: Rollout) -> float:
     return float(sum(int(turn.token_ids.sum()) for turn in rollout.turns if turn.is_action) % 2 == 0)
 
 
+def short(rollout: Rollout) -> float:
+    """Return 100 less one for each sampled token."""
+    return 100.0 - rollout.num_actions
+
+
 def same(rollout: Rollout) -> float:
     """Return the same reward for all samples, so that group-relative advantages are 0."""
     return 1.0

@@ -80,5 +80,6 @@ def test_trains_two_steps(folder: Path, host: str, tmp_path: Path, number: int) 
     for row in rows:
         assert all(math.isfinite(value) for value in row.values() if isinstance(value, float))
         assert row["rollout/aborted_frac"] == 0
-        gaps = [row[name] for name in row if name.startswith("rollout/logprob_diff_p95") and "stale" not in name]
-        assert gaps and max(gaps) < 1e-4, (run, row)
+        gaps = [row[name] for name in ("rollout/logprob_diff_p95", "rollout/logprob_diff_mean") if name in row]
+        assert max(gaps, default=0.0) < 1e-4, (run, row)
+        assert gaps or row.get("rollout/staleness_mean", 0) > 0, (run, row)  # with `wait` a whole step may be stale

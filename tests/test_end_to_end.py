@@ -46,7 +46,7 @@ from megarl.config import LoraConfig, ParallelConfig
 from megarl.environments.ready.calculator import calculator
 from megarl.models.memory import stage_elements
 from megarl.models.registry import load_hf_config
-from megarl.observe.rollout_log import read_rollouts
+from megarl.observe.rollout_log import read_records, read_rollouts
 from megarl.rollout.partial_rollouts import read_groups
 
 
@@ -544,6 +544,31 @@ def test_resume_before_a_stage_with_engines(
     assert row["step"] == 2 and row["rollout/logprob_diff_p95"] <= 1e-4
     turns = [turn for rollout in read_rollouts(resumed, 2) for turn in rollout.turns if turn.is_action]
     assert max(len(turn.token_ids) for turn in turns) == 48
+
+
+def test_gdpo_normalizes_each_part_of_the_reward(folder: Path, tmp_path: Path, host: str) -> None:
+    """Two steps; the recorded advantages follow from the recorded parts, whose scales differ by a factor of 100."""
+    parts = ["reward.functions=[sum_reward:even, sum_reward:short]", "reward.weights={short: 0.5}", "run.num_rollout=2"]
+    train(folder, tmp_path / "run", "algorithm=gdpo", *parts, "track.save_replay_data=true", host=host)
+    rows = read_steps(tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 2] and all(row["actor/skipped"] == 0 for row in rows)
+    for row in rows:
+        assert row["actor/advantage_mean"] == pytest.approx(0.0, abs=1e-5)
+        assert row["actor/advantage_variance"] == pytest.approx(1.0, rel=1e-4)
+        records = read_records(tmp_path / "run", row["step"], include_trainer_columns=True)
+        rollouts = [record.rollout for record in records]
+        sums = [0.0] * len(records)
+        for name, weight in {"even": 1.0, "short": 0.5}.items():
+            for i, rollout in enumerate(rollouts):
+                group = torch.tensor([x.reward_parts[name] for x in rollouts if x.group == rollout.group])
+                if group.min() < group.max():
+                    sums[i] += weight * float((rollout.reward_parts[name] - group.mean()) / group.std())
+        tokens = torch.cat([torch.full((x.num_actions,), total) for x, total in zip(rollouts, sums, strict=True)])
+        for record, total in zip(records, sums, strict=True):
+            assert record.advantages is not None
+            expected = float((total - tokens.mean()) / tokens.std(correction=0))
+            actions = [turn.is_action for turn in record.rollout.turns for _ in turn.token_ids]
+            assert record.advantages[actions].tolist() == pytest.approx([expected] * sum(actions), abs=1e-3)
 
 
 @pytest.mark.nightly

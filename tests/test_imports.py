@@ -154,7 +154,7 @@ def test_pure_packages_import_no_distributed_code() -> None:
 
 def test_algorithms_import_types_and_torch_only() -> None:
     """They may also import the types of a loss's options."""
-    stdlib = ("__future__", "collections", "dataclasses", "math", "typing")
+    stdlib = ("__future__", "bisect", "collections", "dataclasses", "math", "typing")
     allowed = (*stdlib, "torch", "megarl.types", "megarl.config.strict", "megarl.algorithms")
     dependencies = {name for module in FILES if package(module) == "algorithms" for name in imports(module)}
     assert not {name for name in dependencies if not starts_with(name, *allowed)}

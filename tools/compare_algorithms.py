@@ -55,7 +55,7 @@ def list_comparable() -> list[str]:
     return [
         name
         for name, needs in requirements.items()
-        if needs.item == "prompts" and needs.trained_roles and set(needs.roles) <= roles
+        if needs.item == "prompts" and needs.trained_roles and "reward" in needs.roles and set(needs.roles) <= roles
     ]
 
 

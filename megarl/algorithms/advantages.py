@@ -5,6 +5,7 @@ branches, and give the same result on every rank, without communication."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,7 +14,7 @@ import torch
 from megarl.algorithms.token_stats import iter_blocks, masked_select, sequence_sums
 from megarl.types import AllReduce, local_all_reduce
 
-Estimator = Literal["grpo", "rloo", "reinforce_pp_baseline", "opo"]
+Estimator = Literal["grpo", "gdpo", "rloo", "reinforce_pp_baseline", "opo"]
 
 
 def sequence_advantages(
@@ -23,21 +24,25 @@ def sequence_advantages(
     actions: torch.Tensor,
     norm_by_std: bool = True,
     excluded: torch.Tensor | None = None,
+    parts: Sequence[tuple[float, torch.Tensor]] = (),
 ) -> torch.Tensor:
     """Return [N] advantages by the estimator `advantage.estimator`. `spread_to_tokens` broadcasts them to tokens.
 
-    reward, group: [N]. actions: [N] action tokens of each. norm_by_std: for `grpo` only. excluded: [N] bool, samples to
+    reward, group: [N]. actions: [N] action tokens of each. norm_by_std: for `grpo` only. parts: for `gdpo`, which
+    reads these instead of `reward`: each part's weight and [N] values. excluded: [N] bool, samples to
     exclude from every mean, deviation and baseline; their reward may be anything, even NaN, and their advantage is 0.
     """
     if estimator == "grpo":
         return group_advantages(reward, group, norm_by_std, excluded)
+    if estimator == "gdpo":
+        return decoupled_advantages(parts, group, actions, excluded)
     if estimator == "rloo":
         return rloo_advantages(reward, group, excluded)
     if estimator == "reinforce_pp_baseline":
         return whiten_sequences(group_advantages(reward, group, False, excluded), actions, excluded)
     if estimator == "opo":
         return opo_advantages(reward, group, actions, excluded)
-    raise ValueError(f"estimator must be grpo, rloo, reinforce_pp_baseline or opo, not {estimator!r}")
+    raise ValueError(f"estimator must be grpo, gdpo, rloo, reinforce_pp_baseline or opo, not {estimator!r}")
 
 
 def group_advantages(
@@ -55,6 +60,29 @@ def group_advantages(
         variance = groups.sum_groups(centred.square()) / (groups.size - 1).clamp(min=1)
         centred = centred / (groups.expand(variance.sqrt()) + 1e-6)
     return groups.zero_uniform(centred).to(reward.dtype)
+
+
+def decoupled_advantages(
+    parts: Sequence[tuple[float, torch.Tensor]],
+    group: torch.Tensor,
+    actions: torch.Tensor,
+    excluded: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return GDPO's advantages (arXiv:2601.05242, eqs. 4 to 6), [N]: each part of the reward normalized on its own.
+
+        A = whiten_sequences(sum_k w_k (r_k - mean_group(r_k)) / (std_group(r_k) + 1e-6))
+
+    GRPO normalizes the sum, so that combinations of parts with the same sum get the same advantage, and a part with a
+    large scale hides the others. Here a weight is the share of a part in the advantage, whatever its scale. A part that
+    is equal in a group contributes 0 there.
+
+    parts: weight and [N] values of each part. group: [N]. actions: [N] action tokens of each sample. excluded as in
+    `sequence_advantages`.
+    """
+    total = torch.zeros(len(group), dtype=torch.float64)
+    for weight, values in parts:
+        total += weight * group_advantages(values.double(), group, True, excluded)
+    return whiten_sequences(total, actions, excluded)
 
 
 def rloo_advantages(reward: torch.Tensor, group: torch.Tensor, excluded: torch.Tensor | None = None) -> torch.Tensor:

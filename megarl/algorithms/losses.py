@@ -122,8 +122,7 @@ def bradley_terry(scores: torch.Tensor, cu_seqlens: torch.Tensor, group: torch.T
 
     Metrics: `reward_model/accuracy` 1 where the chosen one has the higher score, `reward_model/margin` the difference.
     """
-    if len(group) % 2 or not torch.equal(group[0::2], group[1::2]):
-        raise ValueError(f"these are not pairs: sequences of the groups {group.tolist()}")
+    check_pairs(group)
     last = cu_seqlens[1:] - 1
     chosen, rejected = last[0::2], last[1::2]
     margin = scores[chosen] - scores[rejected]
@@ -136,6 +135,12 @@ def bradley_terry(scores: torch.Tensor, cu_seqlens: torch.Tensor, group: torch.T
         "reward_model/margin": at_chosen(margin.detach()),
     }
     return TokenLoss(at_chosen(-F.logsigmoid(margin)), metrics)
+
+
+def check_pairs(group: torch.Tensor) -> None:
+    """Raise ValueError unless sequences 2k and 2k + 1 share a number in `group` [n]."""
+    if len(group) % 2 or not torch.equal(group[0::2], group[1::2]):
+        raise ValueError(f"these are not pairs: sequences of the groups {group.tolist()}")
 
 
 def positive_nll(logprobs: torch.Tensor, part: TrainBatch) -> TokenLoss:

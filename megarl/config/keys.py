@@ -445,8 +445,9 @@ class LossConfig:
 
 @dataclass(frozen=True)
 class AdvantageConfig:
-    estimator: Literal["grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "opo"] = "grpo"
-    """Baseline of a reward in GRPO: `grpo`, its group's mean; `rloo`, the mean of the others of its group (RLOO);
+    estimator: Literal["grpo", "gdpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "opo"] = "grpo"
+    """Baseline of a reward in GRPO: `grpo`, its group's mean; `gdpo`, the same for each part of the reward on its own,
+    then the sum by `reward.weights`, normalized over the batch (GDPO); `rloo`, the mean of the others of its group;
     `reinforce_pp`, normalization over the whole batch (REINFORCE++); `reinforce_pp_baseline`, its group's mean, then
     normalization over the batch (REINFORCE++ with baseline); `opo`, its group's length-weighted mean (OPO).
     `algorithms/README.md` lists the papers."""

@@ -28,11 +28,14 @@ class Recipe:
 
 PPO = "megarl.controllers.ppo:PPOController"
 GRPO = "megarl.controllers.grpo:GRPOController"
+DPO = "megarl.controllers.dpo:DPOController"
+DISTILL = "megarl.controllers.distill:DistillController"
 
 _NO_KL = {"kl.apply_to": "none"}
 _KL_LOSS = {"kl.apply_to": "loss"}
 _GROUP = {"advantage.estimator": "grpo", "advantage.norm_by_std": True}
 _CLIP_HIGHER = {"loss.clip": 0.2, "loss.clip_high": 0.28, "loss.agg_mode": "token-mean"}
+_NO_REFERENCE = {"reference_free": True}
 _GROUP_NO_KL = {**_NO_KL, **_GROUP}
 
 RECIPES: dict[str, Recipe] = {
@@ -54,6 +57,8 @@ RECIPES: dict[str, Recipe] = {
     # --- relative to the other samples of the prompt ---
     # arXiv:2402.03300, with the KL in the loss (eq. 3). Its mean over sequences is `loss.agg_mode=seq-mean-token-mean`.
     "grpo": Recipe(GRPO, {**_KL_LOSS, **_GROUP}),
+    # arXiv:2601.05242: each part of the reward is normalized on its own.
+    "gdpo": Recipe(GRPO, {**_KL_LOSS, "advantage.estimator": "gdpo"}),
     # arXiv:2503.20783: no normalization by the group's deviation or by the response's length.
     "dr_grpo": Recipe(
         GRPO,
@@ -94,10 +99,38 @@ RECIPES: dict[str, Recipe] = {
     "kl_cov": Recipe(GRPO, {**_GROUP_NO_KL, "loss.policy_loss": "kl_cov"}),
     # --- without a reward ---
     # Reverse KL to the role `teacher`, in place of a KL to the reference.
-    "distill": Recipe("megarl.controllers.distill:DistillController", {"kl.apply_to": "none"}),
+    "distill": Recipe(DISTILL, _NO_KL),
+    # arXiv:2601.18734: the teacher is the policy with its initial weights, which knows the reference answer.
+    "self_distill": Recipe(
+        DISTILL,
+        {
+            **_NO_KL,
+            "options": {
+                "teachers": {
+                    "reference": {
+                        "prompt": "{prompt}\n\nHere is the reference solution:\n{ground_truth}\n\n"
+                        "Make sure that you understand it, then answer in your own words."
+                    }
+                }
+            },
+        },
+    ),
     "sft": Recipe("megarl.controllers.sft:SFTController"),
     # arXiv:2203.02155, section 3.5.
     "reward_model": Recipe("megarl.controllers.reward_model:RewardModelController"),
+    # --- on preference pairs ---
+    # arXiv:2305.18290.
+    "dpo": Recipe(DPO),
+    # arXiv:2310.12036.
+    "ipo": Recipe(DPO, {"options": {"loss": "ipo"}}),
+    # arXiv:2405.14734, with the values of its published runs: beta 2, gamma half of it.
+    "simpo": Recipe(DPO, {"options": {**_NO_REFERENCE, "length_normalized": True, "beta": 2.0, "target_margin": 1.0}}),
+    # arXiv:2401.08417.
+    "cpo": Recipe(DPO, {"options": {**_NO_REFERENCE, "sft_coef": 1.0}}),
+    # arXiv:2403.07691; beta is the paper's lambda.
+    "orpo": Recipe(
+        DPO, {"options": {**_NO_REFERENCE, "loss": "orpo", "length_normalized": True, "beta": 0.1, "sft_coef": 1.0}}
+    ),
     # --- without training ---
     # Generates, scores and records rollouts for a data set.
     "generate": Recipe("megarl.controllers.generate:GenerateController", {"run.export": False, "data.shuffle": False}),

@@ -72,6 +72,14 @@ class PathMarker:
 
 PathStr = Annotated[str, PathMarker()]
 
+
+@dataclass(frozen=True)
+class ProseMarker:
+    """Marks a string type as text of any length that may have line breaks; other strings fit into a file name."""
+
+
+Prose = Annotated[str, ProseMarker()]
+
 LFS_HEADER = b"version https://git-lfs"
 """First bytes of a Git LFS pointer file."""
 LFS_REMEDY = "is a pointer of Git LFS, not the file itself: run git lfs pull in its folder, or copy the file into it"
@@ -191,8 +199,9 @@ def check_value(value: Any, kind: Any, name: str) -> None:
         if base is str and isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e15:
             hint = f"; in quotes it is text: {name}: '{value}' in a file, \"{name}='{value}'\" on a command line"
         raise ConfigError(f"{name} must be {describe_type(kind)}, not {short_repr(value)}{hint}")
+    is_prose = get_origin(kind) is Annotated and any(isinstance(note, ProseMarker) for note in get_args(kind))
     for text in value if isinstance(value, list | tuple) else [value]:
-        if isinstance(text, str) and not _is_text(text):
+        if isinstance(text, str) and not _is_text(text, whole=not is_prose):
             has_bad_characters = any(c < " " for c in text) or not _is_text(text, whole=False)
             fault = "without control characters and lone surrogates" if has_bad_characters else "of a valid length"
             remedy = "" if has_bad_characters else ", which is too long; choose another"

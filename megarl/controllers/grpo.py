@@ -8,8 +8,9 @@ groups whose rewards differ.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -22,7 +23,7 @@ from megarl.algorithms.advantages import (
     whiten,
 )
 from megarl.algorithms.token_stats import sequence_sums
-from megarl.config import Config
+from megarl.config import Config, ConfigError
 from megarl.controllers.controller import Flow, StepResult
 from megarl.controllers.mini_batches import MetricMeans, needs_old_logprobs
 from megarl.controllers.policy_gradient import Experience as Experience
@@ -38,6 +39,15 @@ class GRPOController(PolicyUpdateController):
     def roles(cls, config: Config) -> tuple[str, ...]:
         reference = ("reference",) if config.kl.apply_to != "none" else ()
         return ("rollout", "actor", *reference, "reward")
+
+    @classmethod
+    def read_options(cls, config: Config) -> Any:
+        if config.advantage.estimator == "gdpo" and config.kl.apply_to == "reward":
+            raise ConfigError(
+                "kl.apply_to=reward with advantage.estimator=gdpo, which divides each part of the reward by its own "
+                "deviation: a KL would lose kl.coef; set kl.apply_to to loss or none"
+            )
+        return super().read_options(config)
 
     @classmethod
     def declare_requirements(cls, config: Config) -> Requirements:
@@ -59,7 +69,9 @@ class GRPOController(PolicyUpdateController):
         # 2. Advantages of each action token.
         kl, kl_mean = self.token_kl(batch, policy)
         penalty = self.kl.coef * kl if kl is not None and config.kl.apply_to == "reward" else None
-        advantages = self.compute_advantages(batch, experience.trained_rollouts, penalty, experience.baseline)
+        rollouts = experience.trained_rollouts
+        parts = weight_parts(rollouts, flow.reward.weights) if config.advantage.estimator == "gdpo" else ()
+        advantages = self.compute_advantages(batch, rollouts, penalty, experience.baseline, parts)
         batch, metrics = self.mask_again(flow, experience, batch.with_(advantages=advantages), metrics)
 
         # 3. Updates, then the weight sync.
@@ -77,9 +89,15 @@ class GRPOController(PolicyUpdateController):
         return self.finish_step(experience, batch, metrics, kl_mean)
 
     def compute_advantages(
-        self, batch: TrainBatch, rollouts: Rollouts, penalty: torch.Tensor | None, baseline: torch.Tensor | None
+        self,
+        batch: TrainBatch,
+        rollouts: Rollouts,
+        penalty: torch.Tensor | None,
+        baseline: torch.Tensor | None,
+        parts: Sequence[tuple[float, torch.Tensor]] = (),
     ) -> torch.Tensor:
-        """Return [T] advantages. penalty: [T] KL penalty to take off the reward; baseline: [N], see `Experience`."""
+        """Return [T] advantages. penalty: [T] KL penalty to take off the reward; baseline: [N], see `Experience`;
+        parts: of the reward, for GDPO, see `weight_parts`."""
         config, episodes, cu, mask = self.config.advantage, batch.episodes, batch.cu_episodes, batch.loss_mask
         reward = episodes.take_last(batch.sequence_reward)
         if baseline is None and config.estimator != "reinforce_pp":
@@ -88,7 +106,10 @@ class GRPOController(PolicyUpdateController):
             if penalty is not None:
                 sums = episodes.sum_branches(batch.all_gather(sequence_sums(penalty, batch.cu_seqlens)))
                 reward = penalised_rewards(reward, sums, group)
-            per_episode = sequence_advantages(config.estimator, reward, group, actions, config.norm_by_std)
+            episode_parts = [(weight, episodes.take_last(values)) for weight, values in parts]
+            per_episode = sequence_advantages(
+                config.estimator, reward, group, actions, config.norm_by_std, parts=episode_parts
+            )
             return spread_to_tokens(episodes.expand(per_episode)[batch.local_indices], batch.cu_seqlens, mask)
         # One value per token: the outcome, minus the KL from this token on.
         outcome = batch.local_episodes.take_last(batch.sequence_reward[batch.local_indices])
@@ -105,3 +126,11 @@ class GRPOController(PolicyUpdateController):
         config = self.config
         is_needed = config.kl.apply_to == "reward" or needs_old_logprobs(config)
         return is_needed or self.steps % config.rollout.verify_weights_every == 0
+
+
+def weight_parts(rollouts: Rollouts, weights: Mapping[str, float]) -> list[tuple[float, torch.Tensor]]:
+    """Return the weight and the [N] values of each part of the reward. A sub-part, `part/name`, is only recorded, and
+    not a term of the reward. weights: by part; 1 where it is missing."""
+    parts = rollouts.reward_parts or {"reward": rollouts.reward}  # a reward of a fork may have no parts
+    terms = [name for name in parts if "/" not in name or name.partition("/")[0] not in parts]
+    return [(weights.get(name, 1.0), parts[name]) for name in terms]

@@ -21,6 +21,7 @@ from megarl.controllers.evaluation import AsyncEvaluation, compute_eval_metrics,
 from megarl.controllers.mini_batches import load_policy_loss, split_mini_batches
 from megarl.controllers.rollout_correction import apply_correction, behavior_logprobs, compute_old_logprobs
 from megarl.types import ModelOutput, Prompt, Rollouts, Status, TokenLoss, TrainBatch
+from megarl.workers.futures import Future
 
 TRUNCATED: tuple[Status, ...] = ("length", "max_turns")
 """Statuses of rollouts that a length limit or the turn limit ended."""
@@ -186,8 +187,7 @@ class PolicyUpdateController(PolicyController):
         # Start all passes before waiting for the first: roles on separate ranks run at the same time.
         policy_future = compute_old_logprobs(flow, batch, self.needs_policy_logprobs())
         critic = flow.critic.forward(batch) if "critic" in roles else None
-        ref_role = next((role for role in ("reference", "teacher") if role in roles), None)
-        reference = getattr(flow, ref_role).forward(batch) if ref_role else None
+        reference = self.begin_reference(flow, experience, batch)
         if reference is not None:
             batch = batch.with_(ref_logprobs=reference.wait().logprobs)
         if critic is not None:
@@ -195,6 +195,12 @@ class PolicyUpdateController(PolicyController):
         batch, (policy,), masked = mask_nonfinite(flow, rollouts, batch, policy_future.wait())
         batch, corrections = apply_correction(flow, batch, policy, self.steps)
         return batch, policy, experience.metrics | corrections | masked
+
+    def begin_reference(self, flow: Flow, experience: Experience, batch: TrainBatch) -> Future[ModelOutput] | None:
+        """Start the forward pass of the reference, or of the teacher, which gives `ref_logprobs`; None without one."""
+        roles = self.roles(self.config)
+        name = next((role for role in ("reference", "teacher") if role in roles), None)
+        return getattr(flow, name).forward(batch) if name else None
 
     def token_kl(self, batch: TrainBatch, policy: ModelOutput) -> tuple[torch.Tensor | None, float | None]:
         """Return [T] estimates of the KL to the reference before the updates, and their mean; None where either model

@@ -67,4 +67,5 @@ def shard_pairs(flow: Flow, pairs: Sequence[Pair]) -> tuple[Rollouts, TrainBatch
     rollouts = flow.data.shard([rollout for pair in pairs for rollout in (pair.chosen, pair.rejected)], group_size=2)
     batch = TrainBatch.from_rollouts(rollouts)
     group = torch.arange(len(pairs)).repeat_interleave(2)
-    return rollouts, batch.with_(group=group, loss_weights=pair_mean_weights(batch.cu_seqlens, batch.all_reduce))
+    weights = pair_mean_weights(batch.cu_seqlens, batch.all_reduce)
+    return rollouts, batch.with_(group=group, loss_weights=weights, keeps_groups=True)

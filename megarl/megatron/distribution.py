@@ -88,7 +88,6 @@ class BatchDispatcher:
     token_budget: int  # of a micro-batch, over all context parallel ranks
     quadratic_cost: float  # see `models.flops`
     multiple: int  # the number of micro-batches is a multiple of this
-    should_keep_groups: bool  # whether training keeps the sequences of a group in one micro-batch
     routing_shape: RoutingShape | None  # of the routing records that the model replays; None without replay
     index_shape: IndexShape | None = None  # of the sparse attention indices that the model replays
     has_logits: bool = False  # whether the model emits token distributions, which depend on the sampling masks
@@ -103,7 +102,7 @@ class BatchDispatcher:
 
     def plan(self, batch: TrainBatch, forward_only: bool) -> MicroBatchPlan:
         """Plan the micro-batches. Sequences stay with the replica of their home rank where possible."""
-        groups, home_replica = batch.group if self.should_keep_groups and not forward_only else None, None
+        groups, home_replica = batch.group if batch.keeps_groups and not forward_only else None, None
         if batch.sharding is not None:
             replica_of_rank = torch.full((dist.get_world_size(),), -1, dtype=torch.int64)
             for rank, model_rank in self.model_ranks.items():

@@ -97,7 +97,7 @@ class OOMRetry:
         if not self._is_enabled:
             yield plan
             return
-        units = batch.group if trains and self._dispatcher.should_keep_groups else torch.arange(batch.num_sequences)
+        units = batch.group if trains and batch.keeps_groups else torch.arange(batch.num_sequences)
         while True:
             cut = self._shrink_plan(plan, batch, trains)
             self._reports, self._current_sequences, self._message = None, (), ""
@@ -145,7 +145,7 @@ class OOMRetry:
         if self.token_budget >= dispatcher.token_budget:
             return plan
         lengths = np.asarray(batch.lengths)
-        group = np.asarray(batch.group) if trains and dispatcher.should_keep_groups else None
+        group = np.asarray(batch.group) if trains and batch.keeps_groups else None
         parts = []
         for micros in plan:
             sequences = np.array(list(chain.from_iterable(micros)), dtype=np.int64)

@@ -152,7 +152,6 @@ class MegatronModel:
                 quadratic_cost=quadratic_cost(hf_config),
                 # Megatron's interleaved schedule needs a multiple of the pipeline size.
                 multiple=ranks.pp if ranks.vpp > 1 else 1,
-                should_keep_groups=role == "reward_model",  # its loss compares the scores within a group
                 routing_shape=self.replay_shape,
                 index_shape=self.index_shape,
                 has_logits=role == "actor",
@@ -364,8 +363,8 @@ class MegatronModel:
         Metrics prefixed with the role: `loss`, `grad_norm` (before clipping), `lr`, `tokens`, `skipped` (1 if the
         gradient was not finite and nothing changed), `mtp_loss` if MTP layers are trained, and each enabled aux loss,
         `indexer_loss` among them.
-        Metrics of `loss_fn` keep their own names. A reward model's loss gets all sequences of a group in one
-        micro-batch. Raises ConfigError on all ranks if the step produces non-finite weights.
+        Metrics of `loss_fn` keep their own names. With `batch.keeps_groups` the loss gets all sequences of a group in
+        one micro-batch. Raises ConfigError on all ranks if the step produces non-finite weights.
         """
         if batch.loss_weights is None:
             raise ValueError("a training batch needs loss_weights")

@@ -206,28 +206,29 @@ def plan_memory(
             states[f"{role} weights"] = fullest.weights
             training["activations"] = max(training["activations"], fullest.activations)
             training["logits"] = max(training["logits"], fullest.logits)
+        policy = split_role(lead)[1]
+        actor = f"actor {policy}" if policy else "actor"
+        weights = states.get(f"{actor} weights", 0)
+        if "reference" in requirements.roles:
+            is_refreshed, is_separate = config.kl.refresh_reference_every > 0, has_separate_reference(config)
+            if is_separate:
+                copied = states.get("reference weights", 0)
+            elif config.lora.rank:  # gradients are fp32, of the adapters only
+                copied = states.get("actor gradients", 0) // 4 * size if is_refreshed else 0
+            else:
+                copied = weights
+            if copied and not is_separate:
+                host["reference weights"] = copied
+            if copied and is_refreshed and config.run.save_every:  # staged, even without `run.save_async`
+                host[PENDING_CHECKPOINT] = host.get(PENDING_CHECKPOINT, 0) + copied
         if requirements.has_rollout and requirements.trained_roles:
-            policy = split_role(lead)[1]
             engine_role = f"rollout_{policy}" if policy else "engine"
             own_engine = other_engines.get(engine_role, {}) if policy else engine
-            weights = states.get(f"actor {policy} weights" if policy else "actor weights", 0)
             engine_weights = own_engine.get(f"{engine_role} weights", 0)
             if staged := sync_staging_bytes(rollout.weight_sync_bucket_mb << 20, weights, engine_weights):
                 weight_sync.update({"engine weights": engine_weights, "reshard staging": staged})
-            if "reference" in requirements.roles:
-                is_refreshed, is_separate = config.kl.refresh_reference_every > 0, has_separate_reference(config)
-                if is_separate:
-                    copied = states.get("reference weights", 0)
-                elif config.lora.rank:  # gradients are fp32, of the adapters only
-                    copied = states.get("actor gradients", 0) // 4 * size if is_refreshed else 0
-                else:
-                    copied = weights
-                if copied and not is_separate:
-                    host["reference weights"] = copied
-                if copied and is_refreshed and config.run.save_every:  # staged, even without `run.save_async`
-                    host[PENDING_CHECKPOINT] = host.get(PENDING_CHECKPOINT, 0) + copied
             if weights and config.guards.ppo_kl:
-                host["last good policy"] = weights + states["actor optimizer"]
+                host["last good policy"] = weights + states[f"{actor} optimizer"]
             if config.train.offload and states:
                 host["states, while generating"] = sum(states[name] for name in states if "gradients" not in name)
         if engine and takes_turns(config, requirements.roles, "rollout"):

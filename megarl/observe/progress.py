@@ -25,6 +25,8 @@ DISPLAYED_METRICS: tuple[tuple[str, str, str], ...] = (
     ("loss", "reward_model/loss", ".4f"),
     ("accuracy", "reward_model/accuracy", ".3f"),
     ("margin", "reward_model/margin", ".3f"),
+    ("accuracy", "rewards/accuracy", ".3f"),
+    ("margin", "rewards/margin", ".3f"),
     ("reverse KL to the teacher", "distill/reverse_kl", ".4f"),
     ("KL to reference", "actor/kl_to_reference", ".4f"),
     ("entropy", "actor/entropy", ".3f"),

@@ -76,6 +76,7 @@ class TrainBatch:
     marked: torch.Tensor | None = None  # [T] bool, tokens that the policy loss selected from the global mini-batch
     counts: Counts | None = None  # of the global mini-batch that this batch is, or is a part of
     episode: torch.Tensor | None = None  # [N] int64, branches of one episode share a number; None: no branches
+    keeps_groups: bool = False  # True if the loss compares the sequences of a group, which then share a micro-batch
 
     @staticmethod
     def from_rollouts(rollouts: Rollouts | Sequence[Rollout]) -> TrainBatch:
@@ -222,8 +223,8 @@ class TrainBatch:
 
 
 _OTHER_FIELDS = (
-    "cu_seqlens group episode sequence_reward routing sparse_indices sampling_mask images sharding counts".split()
-)
+    "cu_seqlens group episode sequence_reward routing sparse_indices sampling_mask images sharding counts keeps_groups"
+).split()
 TOKEN_COLUMNS = tuple(item.name for item in fields(TrainBatch) if item.name not in _OTHER_FIELDS)
 """Names of the [T] tensors of a batch."""
 

@@ -30,6 +30,8 @@ class Requirements:
     is_off_policy: bool = False
     has_dynamic_sampling: bool = False
     workers: Mapping[str, str] = field(default_factory=dict)
+    own_tokenizer_roles: tuple[str, ...] = ()
+    """Roles whose models read texts in their own tokens, so that their tokenizers may differ from the policy's."""
 
     @property
     def has_rollout(self) -> bool:

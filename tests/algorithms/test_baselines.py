@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megarl.algorithms.advantages import (
+    decoupled_advantages,
     group_advantages,
     opo_advantages,
     penalised_rewards,
@@ -169,3 +170,49 @@ def test_only_grpo_divides_by_the_standard_deviation():
         assert torch.equal(with_std, without) == (kind != "grpo")
     with pytest.raises(ValueError, match="opo, not 'remax'"):
         sequence_advantages("remax", reward, group, actions)
+
+
+def test_gdpo_by_hand():
+    """Two groups of two samples. Part a differs in the first group, by 10; part b in both, by 1. All deviations are
+    the difference / sqrt(2), so that normalized differences are +-1 / sqrt(2), whatever the scale."""
+    group, actions = torch.tensor([3, 3, 8, 8]), torch.tensor([2, 2, 2, 2])
+    a = torch.tensor([10.0, 0.0, 5.0, 5.0], dtype=F64)
+    b = torch.tensor([0.0, 1.0, 1.0, 0.0], dtype=F64)
+    # Sums in units of 1 / sqrt(2): 3 - 1, -3 + 1, 1, -1, of mean 0 and variance (4 + 4 + 1 + 1) / 4 = 2.5.
+    expected = [x / 2.5**0.5 for x in (2.0, -2.0, 1.0, -1.0)]
+    assert decoupled_advantages([(3.0, a), (1.0, b)], group, actions).tolist() == pytest.approx(expected, rel=1e-5)
+    assert sequence_advantages("gdpo", a, group, actions, parts=[(3.0, a), (1.0, b)]).tolist() == pytest.approx(
+        expected, rel=1e-5
+    )
+
+
+def test_gdpo_separates_what_grpo_cannot():
+    """The paper's example: with parts of 0 or 1, GRPO gives sums (0, 1) and (0, 2) the same advantages."""
+    group, actions = torch.tensor([0, 0, 1, 1]), torch.ones(4, dtype=torch.int64)
+    a, b = torch.tensor([0.0, 1.0, 0.0, 1.0], dtype=F64), torch.tensor([0.0, 0.0, 0.0, 1.0], dtype=F64)
+    grpo = group_advantages(a + b, group, True)
+    torch.testing.assert_close(grpo[:2], grpo[2:], rtol=1e-5, atol=1e-5)
+    gdpo = decoupled_advantages([(1.0, a), (1.0, b)], group, actions)
+    assert (gdpo[2:] / gdpo[:2]).tolist() == pytest.approx([2.0, 2.0], rel=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_gdpo_matches_a_loop_with_exclusions(seed):
+    generator = torch.Generator().manual_seed(seed)
+    parts = [(w, torch.randint(0, 4, (40,), generator=generator).to(F64) * scale) for w, scale in ((1, 7), (0.3, 0.1))]
+    group = torch.randint(-3, 6, (40,), generator=generator)
+    actions = torch.randint(0, 9, (40,), generator=generator)
+    excluded = torch.rand(40, generator=generator) < 0.3
+    included = [i for i in range(40) if not excluded[i]]
+    sums = dict.fromkeys(included, 0.0)
+    for weight, values in parts:
+        for i in included:
+            members = torch.stack([values[j] for j in included if group[j] == group[i]])
+            if len(members) > 1 and members.min() < members.max():
+                sums[i] += weight * float((values[i] - members.mean()) / (members.std() + 1e-6))
+    tokens = torch.cat([torch.full((int(actions[i]),), sums[i], dtype=F64) for i in included])
+    expected = [(sums[i] - float(tokens.mean())) / float(tokens.var(correction=0) + 1e-8) ** 0.5 for i in included]
+    with_nan = [(w, torch.where(excluded, torch.full_like(x, float("nan")), x)) for w, x in parts]
+    actual = decoupled_advantages(with_nan, group, actions, excluded)
+    assert actual[excluded].tolist() == [0.0] * int(excluded.sum())
+    assert actual[included].tolist() == pytest.approx(expected, abs=1e-9)

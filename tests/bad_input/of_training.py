@@ -136,6 +136,21 @@ CASES = [
         ("kl.estimator=k33",),
     ),
     Case("an estimator as a number", ("kl.estimator must be one of", "not 3"), ("kl.estimator=3",)),
+    Case(
+        "a KL in a reward whose parts are normalized",
+        ("kl.apply_to=reward with advantage.estimator=gdpo", "set kl.apply_to to loss or none"),
+        ("algorithm=gdpo", "kl.apply_to=reward"),
+    ),
+    Case(
+        "the odds ratio of DPO's default log-probs",
+        ("options.loss=orpo compares the odds", "options.length_normalized, as algorithm=orpo does"),
+        ("algorithm=dpo", "options.loss=orpo"),
+    ),
+    Case(
+        "an unknown loss of pairs",
+        ("options.loss must be one of sigmoid", "kto"),
+        ("algorithm=dpo", "options.loss=kto"),
+    ),
     Case("an unknown apply_to", ("kl.apply_to must be one of reward, loss, none",), ("kl.apply_to=losses",)),
     Case("an empty apply_to", ("kl.apply_to must be one of reward, loss, none",), ("kl.apply_to=null",)),
     Case("an unknown agg_mode", ("loss.agg_mode must be one of token-mean, seq-mean",), ("loss.agg_mode=seq-mean",)),

@@ -65,7 +65,7 @@ def test_finds_a_controller_by_entry_point(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(plugins, "list_entry_points", lambda group: {"lab_po": point} if group == point.group else {})
     assert find_controller("lab_po") is GRPOController and requirements_of("lab_po").name == "lab_po"
     with pytest.raises(
-        ConfigError, match=r"one of ppo, .*, reward_model, generate, lab_po, or .*did you mean lab_po\?"
+        ConfigError, match=r"one of ppo, .*, reward_model, .*, generate, lab_po, or .*did you mean lab_po\?"
     ):
         find_controller("labpo")
 

@@ -13,7 +13,8 @@ from thread_ranks import as_ranks
 
 from megarl.config import Config, ConfigError, from_dict
 from megarl.controllers.controller import load_requirements, make_controller
-from megarl.types import LOCAL, Comm, ModelOutput, Prompt, TrainBatch
+from megarl.controllers.cross_tokenizer import align_answer, align_rollouts
+from megarl.types import LOCAL, Comm, ModelOutput, Prompt, Rollout, Rollouts, TrainBatch, Turn
 from megarl.workers.futures import Future
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -134,6 +135,155 @@ def test_step_does_not_depend_on_world_size(options: dict[str, Any]) -> None:
         torch.testing.assert_close(first, single_rank, rtol=1e-5, atol=1e-6)
 
 
+class PromptedFlow(TableFlow):
+    """A flow whose teachers' log-probs are minus the token's id, minus 10 for each token of the prompt, times a factor.
+    The chat encodes a message of n letters as n tokens."""
+
+    def __init__(self, config: Config, comm: Comm = LOCAL, world: int = 1) -> None:
+        super().__init__(config, comm, world)
+        self.batches: dict[str, TrainBatch] = {}
+        self.math, self.code = (self.make_teacher(name, factor) for name, factor in (("math", 1.0), ("code", 3.0)))
+        self.reference = self.make_teacher("reference", 1.0)
+        chat = SimpleNamespace(encode_prompt=lambda prompt: [9] * len(prompt.messages[-1]["content"]))
+        self.data = SimpleNamespace(chat=chat, max_positions=40)
+
+    def make_teacher(self, name: str, factor: float) -> Any:
+        def forward(batch: TrainBatch) -> Future[ModelOutput]:
+            self.batches[name] = batch
+            lengths = batch.cu_seqlens.diff()
+            prompts = torch.repeat_interleave(lengths - 2, lengths)  # each answer has two tokens
+            return Future.completed(ModelOutput(logprobs=-factor * (batch.tokens + 10.0 * prompts)))
+
+        return SimpleNamespace(forward=forward)
+
+
+def user_prompts(*texts: str, **fields: Any) -> list[Prompt]:
+    """Return prompts of one message each; the data source is "math" or "code" in turn."""
+    sources = ("math", "code")
+    return [
+        Prompt(str(i), ({"role": "user", "content": text},), data_source=sources[i % 2], **fields)
+        for i, text in enumerate(texts)
+    ]
+
+
+def run_prompted(teachers: dict[str, Any], prompts: list[Prompt], comm: Comm = LOCAL, world: int = 1) -> Any:
+    flow: Any = PromptedFlow(config_of({"teachers": teachers}), comm, world)
+    result = make_controller(flow.config).step(flow, prompts)
+    assert result.batch is not None and result.batch.ref_logprobs is not None
+    return flow, result.batch
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_self_distillation_reads_the_same_tokens_after_another_prompt(world: int) -> None:
+    """The teacher's prompt has 1 + 2 + 1 + 4 letters in place of 1; the answers and their order stay."""
+    teachers = {"reference": {"prompt": "{prompt}: {ground_truth}{hint}"}}
+    prompts = user_prompts("q", "q", "q", ground_truth=7, extra={"hint": "hint"})
+
+    def run(comm: Comm) -> tuple[torch.Tensor, ...]:
+        flow, batch = run_prompted(teachers, prompts, comm, world)
+        read, mask = flow.batches["reference"], batch.loss_mask
+        assert read.lengths.tolist() == [10] * 24 and batch.lengths.tolist() == [3] * 24
+        assert torch.equal(read.tokens[read.loss_mask], batch.tokens[mask])
+        torch.testing.assert_close(batch.ref_logprobs[mask], -(batch.tokens[mask] + 80.0))
+        return batch.ref_logprobs, batch.advantages
+
+    for ref_logprobs, advantages in as_ranks(world, run):
+        assert ref_logprobs.shape == advantages.shape
+
+
+def test_several_teachers_by_source_and_weight() -> None:
+    """Without sources both teach all: the mean of 1 and 3 with weights 3 and 1 is 1.5."""
+    prompts = user_prompts("q", "q", "q")
+    _, batch = run_prompted({"math": {"weight": 3}, "code": {}}, prompts)
+    mask, base = batch.loss_mask, -(batch.tokens + 10.0)
+    torch.testing.assert_close(batch.ref_logprobs[mask], 1.5 * base[mask])
+    flow, batch = run_prompted({"math": {"sources": ["math"]}, "code": {"sources": ["code"], "weight": 9}}, prompts)
+    factor = torch.where(batch.group[batch.sequence_ids] == 1, 3.0, 1.0)  # the second prompt is of code
+    torch.testing.assert_close(batch.ref_logprobs[mask], (factor * -(batch.tokens + 10.0))[mask])
+    assert flow.batches["math"].num_sequences == 16 and flow.batches["code"].num_sequences == 8
+    with pytest.raises(ConfigError, match="no teacher has the data source 'code' among its sources"):
+        run_prompted({"math": {"sources": ["math"]}}, prompts)
+
+
+def test_teachers_are_roles() -> None:
+    teachers = {"math": {}, "reference": {"weight": 0.1}, "actor": {"prompt": "{prompt} {hint}"}}
+    requirements = load_requirements(config_of({"teachers": teachers}))
+    assert requirements.roles == ("rollout", "actor", "math", "reference")
+    assert requirements.workers == {"math": "megarl.workers.actor:TeacherWorker"}
+
+
+def test_a_teachers_prompt_must_fit_the_data() -> None:
+    teachers = {"reference": {"prompt": "{prompt} {solution}"}}
+    with pytest.raises(
+        ConfigError, match=r"teachers.reference.prompt: prompt 0 has no column 'solution'; it has prompt"
+    ):
+        run_prompted(teachers, user_prompts("q"))
+    long = user_prompts("q", extra={"solution": "x" * 40})
+    with pytest.raises(ConfigError, match="a conversation of 44 tokens, beyond the model's 40 positions"):
+        run_prompted(teachers, long)
+    with pytest.raises(ConfigError, match="prompt 0 does not begin with its prompt"):  # the engine's has one token
+        run_prompted({"reference": {"prompt": "{prompt}"}}, user_prompts("two"))
+    with pytest.raises(ConfigError, match="prompt 0 has no user message to replace"):
+        run_prompted({"reference": {"prompt": "{prompt}"}}, [Prompt("0", ({"role": "system", "content": "q"},))])
+
+
+class LetterChat:
+    """A tokenizer of pieces of `size` letters, whose ids are their code points in base 1000; 999 ends a turn."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.end_of_turn, self.end_token_ids = size, 999, frozenset({999})
+        self.pieces: dict[int, str] = {}
+
+    def encode(self, text: str) -> list[int]:
+        parts = [text[i : i + self.size] for i in range(0, len(text), self.size)]
+        ids = [sum(ord(letter) * 1000**k for k, letter in enumerate(part)) for part in parts]
+        self.pieces |= dict(zip(ids, parts, strict=True))
+        return ids
+
+    def encode_prompt(self, prompt: Prompt) -> list[int]:
+        return self.encode(prompt.messages[-1]["content"])
+
+    def decode(self, ids: Any) -> str:
+        return "".join(self.pieces[int(i)] for i in ids)
+
+
+def test_a_teacher_with_another_tokenizer_scores_spans_of_text() -> None:
+    """The policy has two letters in a token, the teacher three: `abcdefgh` has the spans abcdef and gh."""
+    chat, teacher = LetterChat(2), LetterChat(3)
+    prompt = Prompt("p", ({"role": "user", "content": "q"},))
+    answer = [*chat.encode("abcdefgh"), 999]
+    turns = (Turn(chat.encode_prompt(prompt)), Turn(answer, [0.0] * 5, True))
+    cut = (Turn(chat.encode_prompt(prompt)), Turn(answer[:1], [0.0], True))
+    rollouts = Rollouts.gather([Rollout(prompt, turns), Rollout(prompt, cut, "length")])
+    alignment = align_rollouts(rollouts, chat, teacher, lambda prompt: prompt)  # type: ignore[arg-type]
+    taught = [rollout.turns[1].token_ids.tolist() for rollout in alignment.rollouts.local]
+    assert taught == [[*teacher.encode("abcdefgh"), 999], teacher.encode("ab")]
+    # Tokens q ab cd ef gh end, q ab; the heads of the spans are ab, gh, the end, and ab.
+    assert alignment.heads.tolist() == [-1, 1, 1, 1, 4, 5, -1, 7]
+    assert alignment.targets.tolist() == [1, 1, 4, 5, 7]  # of abc def gh end, ab
+    logprobs = alignment.gather_targets(torch.tensor([-1.0, -2.0, -4.0, -8.0, -16.0]))
+    assert logprobs.tolist() == [0, -3, 0, 0, -4, -8, 0, -16]
+    policy = torch.tensor([9.0, -0.5, -0.5, -1.0, -1.0, -2.0, 9.0, -3.0])
+    assert alignment.sum_spans(logprobs - policy).tolist() == [0, -1, -1, -1, -3, -6, 0, -13]
+
+
+def test_an_equal_tokenizer_gives_the_advantages_of_tokens() -> None:
+    chat = LetterChat(2)
+    prompt = Prompt("p", ({"role": "user", "content": "q"},))
+    rollouts = Rollouts.gather([Rollout(prompt, (Turn(chat.encode("q")), Turn(chat.encode("abcd"), [0.0, 0.0], True)))])
+    alignment = align_rollouts(rollouts, chat, chat, lambda prompt: prompt)  # type: ignore[arg-type]
+    values = torch.tensor([5.0, 1.0, 2.0])
+    assert alignment.sum_spans(values).tolist() == [0, 1, 2]
+    assert alignment.gather_targets(values[1:]).tolist() == [0, 1, 2]
+
+
+def test_text_that_a_teacher_cannot_spell_has_no_spans() -> None:
+    chat, teacher = LetterChat(1), LetterChat(1)
+    teacher.decode = lambda ids: LetterChat.decode(teacher, ids).lower()  # type: ignore[method-assign]
+    ids, own, taught = align_answer([*chat.encode("aB"), 999], chat, teacher)  # type: ignore[arg-type]
+    assert own == [-1, -1, 0] and taught == [-1, -1, 0] and ids[-1] == 999
+
+
 def test_requirements() -> None:
     default = load_requirements(config_of())
     assert default.roles == ("rollout", "actor", "teacher") and default.is_off_policy and not default.is_group_relative
@@ -151,6 +301,15 @@ def test_requirements() -> None:
         ({"options": {"reward_coef": -1}}, "options.reward_coef"),
         ({"options": {"advantage_clip": 0}}, "options.advantage_clip"),
         ({"options": {"weight": 1}}, "unknown key options.weight"),
+        ({"options": {"teachers": {}}}, "options.teachers is empty"),
+        ({"options": {"teachers": {"actor": {}}}}, "options.teachers.actor without a prompt: .* every advantage is 0"),
+        ({"options": {"teachers": {"reference": {}}}}, "options.teachers.reference without a prompt"),
+        ({"options": {"teachers": {"critic": {}}}}, "options.teachers.critic: a teacher is reference, actor, or"),
+        ({"options": {"teachers": {"a": {"tokenizer": "own"}, "b": {}}}}, "it must be the only teacher"),
+        ({"options": {"teachers": {"a": {"tokenizer": "own"}}}}, "text of one answer: set rollout.max_turns=1"),
+        ({"options": {"teachers": {"a": {"weight": 0}}}}, "options.teachers.a.weight"),
+        ({"options": {"teachers": {"a": {"prompt": "{"}}}}, "options.teachers.a.prompt is not a format string"),
+        ({"options": {"teachers": {"a": {"prompt": "{x.y}"}}}}, "{x.y} is not the name of a column"),
     ],
 )
 def test_invalid_options_raise(sections: dict[str, Any], message: str) -> None:

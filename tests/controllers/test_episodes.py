@@ -101,6 +101,7 @@ class RecordingFlow:
         self.phase = lambda name: nullcontext()
         self.actor, self.critic, self.reference = Role(self, "actor"), Role(self, "critic"), Role(self, "reference")
         self.teacher = self.reference
+        self.weights = {"right": 0.5}
         self.step = 0
         self.updates: list[dict[str, Any]] = []
 
@@ -155,6 +156,7 @@ TREES: dict[str, dict[str, Any]] = {
     "grpo": {"algorithm": "grpo", "kl": {"apply_to": "reward", "coef": 0.5}},
     "grpo, a mean over sequences": {"algorithm": "grpo", "loss": {"agg_mode": "seq-mean-token-mean"}},
     "dr_grpo": {"algorithm": "dr_grpo"},
+    "gdpo": {"algorithm": "gdpo"},
     "rloo": {"algorithm": "rloo", "loss": {"agg_mode": "seq-mean-token-mean", "truncated": "mask"}},
     "opo": {"algorithm": "opo", "loss": {"truncated": "drop"}},
     "reinforce_pp": {"algorithm": "reinforce_pp", "kl": {"apply_to": "reward", "coef": 0.5}},

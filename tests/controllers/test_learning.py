@@ -76,6 +76,7 @@ class TableFlow:
         self.loader = self
         self.phase = lambda name: nullcontext()
         self.groups = 0
+        self.weights = {"second": 2.0}
 
     def next_items(self, count: int) -> list[Prompt]:
         self.calls.append("next_items")
@@ -105,8 +106,11 @@ class TableFlow:
 
     def score(self, rollouts: Rollouts) -> Rollouts:
         self.calls.append("score")
-        num_correct = [int((r.token_ids[1:] == [1, 4]).sum()) for r in rollouts.local]
-        local = [dataclasses.replace(r, reward=count / 2) for r, count in zip(rollouts.local, num_correct, strict=True)]
+        local = []
+        for rollout in rollouts.local:
+            first, second = (rollout.token_ids[1:] == [1, 4]).tolist()
+            parts = {"first": first / 2, "second": second / 4}
+            local.append(dataclasses.replace(rollout, reward=(first + second) / 2, reward_parts=parts))
         return rollouts.replace_local(local)
 
     def sleep(self) -> None:
@@ -153,7 +157,7 @@ def test_ppo_and_grpo_learn_a_table(algorithm: str, kl: dict[str, Any], mean: st
 
 DECLARED = {name: load_requirements(from_dict({"algorithm": name})) for name in RECIPES}
 TRAINED = [
-    name for name, item in DECLARED.items() if item.item == "prompts" and item.trained_roles and name != "distill"
+    name for name, item in DECLARED.items() if item.item == "prompts" and item.trained_roles and "reward" in item.roles
 ]
 
 
@@ -208,6 +212,7 @@ def run_steps(config: Config, prompts: int, comm: Comm, world: int) -> list[dict
         ("pf_ppo", "token-mean", "reward"),
         ("remax", "token-mean", "reward"),
         ("dapo", "token-mean", "none"),
+        ("gdpo", "token-mean", "loss"),
         ("dr_grpo", "seq-mean-token-sum-norm", "none"),
         ("reinforce_pp", "seq-mean-token-mean", "reward"),
         ("clip_cov", "token-mean", "loss"),

@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents[2] / "tools")]
@@ -31,6 +32,8 @@ import sparse_indices  # noqa: E402
 import tiny  # noqa: E402
 
 from megarl.algorithms.losses import bradley_terry  # noqa: E402
+from megarl.algorithms.preference_losses import PreferenceOptions  # noqa: E402
+from megarl.algorithms.preference_losses import preference_loss as policy_preference_loss  # noqa: E402
 from megarl.controllers.controller import load_requirements  # noqa: E402
 from megarl.models.activation_memory import micro_batches_in_flight  # noqa: E402
 from megarl.models.layout_algebra import shard, unshard  # noqa: E402
@@ -60,7 +63,16 @@ def preference_loss(output: ModelOutput, batch: TrainBatch) -> TokenLoss:
 REPLAYED = ("qwen3_moe", "deepseek_v3", "deepseek_v2", "minimax_m2", "ernie4_5_moe", "gpt_oss")
 """Families whose routing replay is compared with transformers: one for each of its routers."""
 
-LOSSES = {"actor": policy_loss, "critic": value_loss, "reward_model": preference_loss}
+DPO = PreferenceOptions(beta=2.0, label_smoothing=0.1, sft_coef=0.5)
+
+
+def dpo_loss(output: ModelOutput, batch: TrainBatch) -> TokenLoss:
+    assert output.logprobs is not None
+    return policy_preference_loss(output.logprobs, batch, DPO)
+
+
+LOSSES = {"actor": policy_loss, "critic": value_loss, "reward_model": preference_loss, "dpo": dpo_loss}
+"""By role; `dpo` is the role actor on preference pairs."""
 
 
 def shard_of_gradient(model: Any) -> dict[str, torch.Tensor]:
@@ -140,14 +152,16 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
     elif layout.get("pp", 1) > 1 and tiny.HF[family]["num_hidden_layers"] == 3:
         # Three layers split unevenly, which gives a stage without experts.
         megatron["num_layers_in_first_pipeline_stage"] = 1
-    batch = tiny.pairs() if role == "reward_model" else tiny.batch()
+    loss_fn, has_pairs = LOSSES[role], role == "dpo"
+    batch = tiny.pairs() if role == "reward_model" else tiny.policy_pairs() if has_pairs else tiny.batch()
+    role = "actor" if has_pairs else role
     if "vision_config" in tiny.HF[family]:
         patch = tiny.HF[family]["vision_config"]["patch_size"]
         batch = images.add(batch, patch)
         settings |= {"path": images.processor_folder(patch), "freeze_vision_tower": False}
     if family_of(tiny.HF[family]).num_mtp_layers(tiny.HF[family]):
         train["mtp_loss_coef"] = 0.3
-    trainer = reference.Trainer(family, role, train.get("mtp_loss_coef", 0.0))
+    trainer = reference.Trainer(family, role, train.get("mtp_loss_coef", 0.0), DPO if has_pairs else None)
     weights = {name: tensor.clone() for name, tensor in trainer.tensors().items()}
     if tiny.HF[family]["tie_word_embeddings"]:
         embedding = f"{family_of(tiny.HF[family]).embedding_name}.weight"
@@ -162,7 +176,6 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
         return model
 
     model = build()
-    loss_fn = LOSSES[role]
     algorithm = "reward_model" if role == "reward_model" else "ppo"
     declared = load_requirements(replace(model.config, algorithm=algorithm))
     estimate = plan_memory(tiny.HF[family], model.config, declared, tiny.HF[family])
@@ -208,7 +221,11 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
     result["loss"] = abs(minimised - loss)
     result["grad_norm"] = abs(metrics[f"{role}/grad_norm"] - norm) / norm
     assert norm > 2 * ADAM["max_grad_norm"], "the step is meant to be clipped"
-    if role == "actor":
+    if has_pairs:
+        accuracy, margin = trainer.preferences
+        assert 0 < accuracy < 1 and metrics["rewards/accuracy"] == pytest.approx(accuracy)
+        result["metric"] = abs(metrics["rewards/margin"] - margin)
+    elif role == "actor":
         result["metric"] = abs(metrics["entropy"] - float((batch.loss_weights * entropy).sum()))
     if role == "reward_model":
         clamped_fraction = float((margins > 0).float().mean())

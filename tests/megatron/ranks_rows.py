@@ -83,7 +83,7 @@ def main() -> None:
     size = 2 if sys.argv[1] == "replicas" else 1
     members = list(range(world))[-2:] if sys.argv[1] == "disjoint" else list(range(world))
     model_ranks = {member: ModelRank(n // size, True, True, n % size == 0, ()) for n, member in enumerate(members)}
-    dispatcher = BatchDispatcher(model_ranks, len(members) // size, BUDGET, 0.0, 1, False, None)
+    dispatcher = BatchDispatcher(model_ranks, len(members) // size, BUDGET, 0.0, 1, None)
     full = make_batch(members if size == 1 and len(members) == world else list(range(world - 2)))
     batch, this_rank = shard_batch(full, rank), model_ranks.get(rank)
     result: dict[str, Any] = {"wrong": []}

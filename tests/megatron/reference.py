@@ -65,8 +65,10 @@ def value_head(hidden: int) -> torch.Tensor:
 class Trainer:
     """One AdamW step of the HF model; weights and gradients by HF name, experts one by one."""
 
-    def __init__(self, family: str, role: str, mtp_weight: float = 0.0) -> None:
+    def __init__(self, family: str, role: str, mtp_weight: float = 0.0, dpo: Any = None) -> None:
+        """dpo: beta, label smoothing and NLL weight of a loss on pairs."""
         self.mtp_weight = mtp_weight
+        self.dpo = dpo
         self.model = tiny.hf_model(family)
         self.role = role
         self.head = value_head(self.model.config.hidden_size).requires_grad_() if role != "actor" else None
@@ -80,8 +82,26 @@ class Trainer:
         if self.head is not None:
             return (batch.loss_weights * (values(self.model, self.head, batch) - batch.returns) ** 2).sum()
         logprobs, entropy = policy(self.model, batch)
+        if self.dpo is not None:
+            local = self.dpo_loss(batch, logprobs)
+            return local + self.mtp_weight * self.mtp_loss(batch) if self.mtp_weight else local
         local = (batch.loss_weights * (-logprobs * batch.advantages - 0.1 * entropy)).sum()
         return local + self.mtp_weight * self.mtp_loss(batch) if self.mtp_weight else local
+
+    def dpo_loss(self, batch: TrainBatch, logprobs: torch.Tensor) -> torch.Tensor:
+        """Return conservative DPO plus the chosen answers' NLL, a mean over pairs, written out one pair at a time."""
+        assert batch.ref_logprobs is not None
+        losses, margins = [], []
+        answers = [(a + torch.nonzero(batch.loss_mask[a:b])[:, 0]) for a, b in sequences(batch)]
+        for chosen, rejected in zip(answers[0::2], answers[1::2], strict=True):
+            gains = [(logprobs[ids] - batch.ref_logprobs[ids]).sum() for ids in (chosen, rejected)]
+            margin = self.dpo.beta * (gains[0] - gains[1])
+            wrong, probability = self.dpo.label_smoothing, margin.sigmoid()
+            loss = -(1 - wrong) * probability.log() - wrong * (1 - probability).log()
+            losses.append(loss - self.dpo.sft_coef * logprobs[chosen].mean())
+            margins.append(float(margin.detach()))
+        self.preferences = sum(m > 0 for m in margins) / len(margins), sum(margins) / len(margins)
+        return torch.stack(losses).mean()
 
     def mtp_loss(self, batch: TrainBatch) -> torch.Tensor:
         import mtp

@@ -32,11 +32,12 @@ MODELS = {
     "pp=2": f"{MOE} {DENSE} gemma2:actor gemma2:critic deepseek_v3:critic deepseek_v3_mtp:actor",
     "ep=2,recompute": f"{MOE} deepseek_v3_mtp:actor",
     "overlap": f"{MOE} qwen2:actor qwen3_moe:reward_model",
-    "cp=2,selective": "qwen2:actor qwen3_yarn:actor gemma2:actor gpt_oss:actor deepseek_v3:actor qwen2:reward_model",
+    "cp=2,selective": "qwen2:actor qwen3_yarn:actor gemma2:actor gpt_oss:actor deepseek_v3:actor qwen2:reward_model "
+    "qwen2:dpo",
     "tp=2,etp=2,ep=2": "qwen3_moe:actor qwen3_5_moe_mtp:actor glm4_moe_mtp:actor",
     "tp=2,cp=2,ep=2": "glm_moe_dsa:actor qwen3_moe:actor qwen3_next_mtp:actor deepseek_v3_mtp:actor "
-    "deepseek_v3:critic qwen3_moe:reward_model",
-    "pp=3,vpp=2": "qwen3:actor deepseek_v3:critic qwen3:reward_model",
+    "deepseek_v3:critic qwen3_moe:reward_model qwen3_moe:dpo",
+    "pp=3,vpp=2": "qwen3:actor deepseek_v3:critic qwen3:reward_model deepseek_v3_mtp:dpo",
     "tp=2,ep=2": f"{MOE} deepseek_v2:actor glm4_moe:actor gpt_oss:actor deepseek_v3:critic deepseek_v3:critic@pp=2",
 }
 LISTED = " ".join(MODELS.values())
@@ -89,7 +90,7 @@ def test_layout_matches_transformers(
                 assert numbers.pop(name, 1.0) > 0.1  # other experts or keys give other log-probs
             assert not misses(numbers), (rank, model, {name: numbers[name] for name in misses(numbers)})
             assert numbers.keys() >= set(FLAGS)
-            output_names = {"actor": "logprobs", "critic": "values", "reward_model": "scores"}
+            output_names = {"actor": "logprobs", "dpo": "logprobs", "critic": "values", "reward_model": "scores"}
             assert output_names[model.partition("@")[0].split(":")[1]] in numbers
             if aux and layout != "overlap":  # its micro-batches differ from those of the single process
                 expected = units["aux_losses"]["aux"]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megarl.algorithms.losses import pair_mean_weights
+from megarl.algorithms.preference_losses import chosen_mean_weights
 from megarl.config import Config, from_dict
 from megarl.parallel import row_exchange
 from megarl.types import BatchSharding, SamplingMask, TrainBatch
@@ -419,7 +420,15 @@ def pairs(lengths: tuple[int, ...] = (7, 18, 12, 3, 1, 26, 11, 9)) -> TrainBatch
     """Return a batch of preference pairs for a reward model, with one sequence longer than a micro-batch."""
     large_batch = batch(lengths)
     group = torch.arange(len(lengths) // 2).repeat_interleave(2)
-    return large_batch.with_(group=group, loss_weights=pair_mean_weights(large_batch.cu_seqlens))
+    return large_batch.with_(group=group, loss_weights=pair_mean_weights(large_batch.cu_seqlens), keeps_groups=True)
+
+
+def policy_pairs(lengths: tuple[int, ...] = (7, 18, 12, 3, 5, 26, 11, 9)) -> TrainBatch:
+    """Return a batch of preference pairs for a policy, with a reference's log-probs."""
+    result = pairs(lengths)
+    noise = torch.randn(len(result.tokens), generator=torch.Generator().manual_seed(6))
+    result = result.with_(ref_logprobs=noise * 0.3 - 5.3)
+    return result.with_(loss_weights=chosen_mean_weights(result))
 
 
 def routing_records(batch: TrainBatch, routing: torch.Tensor) -> tuple[torch.Tensor, ...]:

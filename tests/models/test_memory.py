@@ -420,6 +420,8 @@ def test_critic_with_its_own_layout() -> None:
 def test_stages_by_algorithm() -> None:
     sft = plan_stages(QWEN2, make_config(algorithm="sft"))[0]
     assert sft.generation == {} and sft.weight_sync == {} and sft.host == {}
+    dpo, simpo = (plan_stages(QWEN2, make_config(algorithm=name))[0] for name in ("dpo", "simpo"))
+    assert dpo.host == {"reference weights": dpo.states["actor weights"]} and simpo.host == {}
     grpo = plan_stages(QWEN2, make_config(algorithm="grpo", kl={"apply_to": "none"}))[0]
     assert grpo.generation["engine weights"] == sum(param_count(QWEN2).values()) * 2
     assert grpo.host == {}

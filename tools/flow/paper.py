@@ -67,9 +67,9 @@ class PlannedJob:
             )
             places[rank] = make_model_rank(at, layers[at.pp_rank] if layers else ())
         budget = config.train.max_tokens_per_gpu * parallel.cp
-        self._actor = BatchDispatcher(places, dp, budget, quadratic, 1, False, routing)
+        self._actor = BatchDispatcher(places, dp, budget, quadratic, 1, routing)
         self._critic = BatchDispatcher(
-            {rank: make_critic_rank(place) for rank, place in places.items()}, dp, budget, quadratic, 1, False, None
+            {rank: make_critic_rank(place) for rank, place in places.items()}, dp, budget, quadratic, 1, None
         )
         size = min(parallel.world_size, parallel.ranks_per_node)
         self._machines = [list(range(first, first + size)) for first in range(0, parallel.world_size, size)]

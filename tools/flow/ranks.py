@@ -153,7 +153,7 @@ class CurrentAdapter:
         place = model.ranks.job.rank, make_model_rank(model.ranks, model.layers)
         budget = model.config.train.max_tokens_per_gpu * model.ranks.cp
         places = dict(ranks.all_gather_objects(place))
-        model.dispatcher = BatchDispatcher(places, model.ranks.dp, budget, QUADRATIC, 1, False, model.replay_shape)
+        model.dispatcher = BatchDispatcher(places, model.ranks.dp, budget, QUADRATIC, 1, model.replay_shape)
         model.oom_retry = SimpleNamespace(  # as if `guards.oom_retry` were off
             plans=lambda batch, plan, trains: [plan], catch_oom=nullcontext, track_current=iter, metrics={}
         )
