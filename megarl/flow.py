@@ -29,7 +29,7 @@ from megarl.data.loader import PromptLoader
 from megarl.dry_run.data_checks import check_offered, read_chat, should_check_offered
 from megarl.dry_run.model_folders import vocabulary_hash
 from megarl.dry_run.rollout_checks import check_enough_prompts
-from megarl.dry_run.validation import validate
+from megarl.dry_run.validation import check_step, validate
 from megarl.item_reader import ItemReader
 from megarl.launch import exit_status
 from megarl.launch.exit_status import REQUEUE_EXIT_CODE as REQUEUE_EXIT_CODE
@@ -259,7 +259,8 @@ class HybridFlow:
         return self.log.end_step(self.step, metrics, result.rollouts, result.batch, result.trained_rollouts)
 
     def check_config(self, config: Config) -> None:
-        return None
+        """Raise ConfigError for a configuration that the run cannot change to."""
+        check_step(self.hf_config, config, self.requirements)
 
     def set_config(self, config: Config) -> None:
         """Set the configuration of the next step."""

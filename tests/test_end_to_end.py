@@ -87,7 +87,8 @@ PPO = ["critic.warmup_steps=1", "kl.target=0.015", "kl.horizon=64"]
 
 
 STAGES = (
-    "stages={2: {rollout: {max_context: 224, max_new_tokens: 48, temperature: 0.8}, critic: {optimizer: {lr: 5e-4}}}}"
+    "stages={2: {rollout: {max_context: 224, max_new_tokens: 48, temperature: 0.8}, critic: {optimizer: {lr: 5e-4}}, "
+    "train: {max_tokens_per_gpu: 512}}}"
 )
 
 
@@ -158,7 +159,7 @@ def test_stage_changes_sampling_and_limits(ppo_run: Path) -> None:
     assert longest == [40, 48, 48]
     (line,) = log_lines(ppo_run, "stage, from step")
     assert "stage, from step 2 on: rollout.max_context 192 -> 224, rollout.max_new_tokens 40 -> 48, " in line
-    assert "rollout.temperature 1.0 -> 0.8, critic.optimizer.lr 0.001 -> 0.0005" in line
+    assert "rollout.temperature 1.0 -> 0.8, critic.optimizer.lr 0.001 -> 0.0005, train.max_tokens_per_gpu 4096" in line
 
 
 def test_communication_is_valid_for_nccl(ppo_run: Path) -> None:
@@ -530,22 +531,6 @@ def test_sft_policy_calls_its_tool_in_training_and_evaluation(folder: Path, tmp_
 
 
 @pytest.mark.nightly
-def test_resume_before_a_stage_with_engines(
-    ppo_run: Path, reward_run: Path, folder: Path, tmp_path: Path, host: str
-) -> None:
-    """Resumed after step 1, engines sample step 2 with the stage's limits, and trainer and engine agree about its
-    temperature. (The trainer's side is bitwise that of an uninterrupted run, see above; engines draw other samples.)"""
-    resumed = tmp_path / "resumed"
-    shutil.copytree(ppo_run / "checkpoints/step_000001", resumed / "checkpoints/step_000001")
-    shutil.copy(ppo_run / "config.yaml", resumed / "config.yaml")
-    overrides = f"reward.model={reward_run}/export", *PPO, STAGES, "run.num_rollout=2", "run.resume=auto"
-    train(folder, resumed, *overrides, host=host)
-    (row,) = read_steps(resumed)
-    assert row["step"] == 2 and row["rollout/logprob_diff_p95"] <= 1e-4
-    turns = [turn for rollout in read_rollouts(resumed, 2) for turn in rollout.turns if turn.is_action]
-    assert max(len(turn.token_ids) for turn in turns) == 48
-
-
 def test_gdpo_normalizes_each_part_of_the_reward(folder: Path, tmp_path: Path, host: str) -> None:
     """Two steps; the recorded advantages follow from the recorded parts, whose scales differ by a factor of 100."""
     parts = ["reward.functions=[sum_reward:even, sum_reward:short]", "reward.weights={short: 0.5}", "run.num_rollout=2"]
@@ -569,6 +554,23 @@ def test_gdpo_normalizes_each_part_of_the_reward(folder: Path, tmp_path: Path, h
             expected = float((total - tokens.mean()) / tokens.std(correction=0))
             actions = [turn.is_action for turn in record.rollout.turns for _ in turn.token_ids]
             assert record.advantages[actions].tolist() == pytest.approx([expected] * sum(actions), abs=1e-3)
+
+
+@pytest.mark.nightly
+def test_resume_before_a_stage_with_engines(
+    ppo_run: Path, reward_run: Path, folder: Path, tmp_path: Path, host: str
+) -> None:
+    """Resumed after step 1, engines sample step 2 with the stage's limits, and trainer and engine agree about its
+    temperature. (The trainer's side is bitwise that of an uninterrupted run, see above; engines draw other samples.)"""
+    resumed = tmp_path / "resumed"
+    shutil.copytree(ppo_run / "checkpoints/step_000001", resumed / "checkpoints/step_000001")
+    shutil.copy(ppo_run / "config.yaml", resumed / "config.yaml")
+    overrides = f"reward.model={reward_run}/export", *PPO, STAGES, "run.num_rollout=2", "run.resume=auto"
+    train(folder, resumed, *overrides, host=host)
+    (row,) = read_steps(resumed)
+    assert row["step"] == 2 and row["rollout/logprob_diff_p95"] <= 1e-4
+    turns = [turn for rollout in read_rollouts(resumed, 2) for turn in rollout.turns if turn.is_action]
+    assert max(len(turn.token_ids) for turn in turns) == 48
 
 
 @pytest.mark.nightly

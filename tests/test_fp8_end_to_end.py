@@ -15,6 +15,8 @@ from fp8_folder import quantise_folder
 from safetensors.torch import load_file
 from training_run import make_folder, read_steps, train
 
+from megarl.config import RolloutConfig
+from megarl.environments.catalog import load_catalog
 from megarl.observe.rollout_log import read_rollouts
 
 sys.path.insert(0, str(Path(__file__).parent / "sandbox"))
@@ -46,31 +48,20 @@ def test_ppo_of_an_fp8_deepseek_with_python(tmp_path: Path, host: str) -> None:
         {"role": "tool", "content": "78"},
         {"role": "assistant", "content": "The answer is 78."},
     ]
-    schema = {
-        "type": "function",
-        "function": {
-            "name": "python",
-            "description": "Run Python code.",
-            "parameters": {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]},
-        },
-    }
-    lessons = write_rows(tmp_path / "sft.jsonl", [{"messages": lesson, "tools": [schema]}] * 16)
+    (environment,) = load_catalog(RolloutConfig(environments=(PYTHON,))).environments.values()
+    lessons = write_rows(tmp_path / "sft.jsonl", [{"messages": lesson, "tools": list(environment.schemas)}] * 16)
     prompts = write_rows(tmp_path / "train.jsonl", [{"prompt": [question], "ground_truth": 78}] * 8)
     common = ["run.save_every=0", "model.dtype=bfloat16", "actor_optimizer.schedule=constant"]
+    common += ["rollout.max_context=512", "rollout.max_new_tokens=80", "rollout.max_turns=3"]
     single = ["parallel.world_size=1", "parallel.tp=1", "parallel.ep=1", "run.num_update=1", "run.ppo_epochs=1"]
-    train(
-        *(quickstart, tmp_path / "sft", "algorithm=sft", f"model.path={model}", f"data.train={lessons}", *common),
-        *(*single, "run.num_rollout=60", "data.prompts_per_step=16", "actor_optimizer.lr=0.005", "run.export=true"),
-    )
-    fp8 = tmp_path / "fp8"
-    before = quantise_folder(tmp_path / "sft" / "export", fp8)
-    train(
-        *(quickstart, tmp_path / "run", f"model.path={fp8}", f"data.train={prompts}", *common),
-        *("run.num_rollout=2", "rollout.tools=[]", f"rollout.environments=[{PYTHON}]", "rollout.temperature=0.3"),
-        *("rollout.verify_weights_every=1", "actor_optimizer.lr=0.0005", "actor_optimizer.warmup_fraction=0"),
-        *("reward.functions=[megarl.rewards.arithmetic:arithmetic]", "rollout.max_context=256"),
-        host=host,
-    )
+    warm_up = [f"model.path={model}", f"data.train={lessons}", "run.num_rollout=60", "data.prompts_per_step=16"]
+    train(quickstart, tmp_path / "sft", "algorithm=sft", *common, *single, *warm_up, "actor_optimizer.lr=0.005")
+    before = quantise_folder(tmp_path / "sft" / "export", tmp_path / "fp8")
+    ppo = [f"model.path={tmp_path}/fp8", f"data.train={prompts}", "run.num_rollout=2", "rollout.temperature=0.3"]
+    ppo += ["rollout.tools=[]", f"rollout.environments=[{PYTHON}]", "rollout.verify_weights_every=1"]
+    ppo += ["reward.functions=[megarl.rewards.arithmetic:arithmetic]"]
+    ppo += ["actor_optimizer.lr=0.0005", "actor_optimizer.warmup_fraction=0"]
+    train(quickstart, tmp_path / "run", *common, *ppo, host=host)
     rows = read_steps(tmp_path / "run")
     assert [row["step"] for row in rows] == [1, 2]
     for row in rows:

@@ -125,7 +125,9 @@ def test_resume_restores_a_refreshed_reference(
     layouts = roles(server, "reference: {parallel: {tp: 2, pp: 1, ep: 2}}", tp=1, pp=3, ep=1)
     train(folder, resumed, *settings, layouts, "run.resume=auto")
     (actual,), expected = read_steps(resumed), read_steps(separate_run)[-1]
-    assert actual["actor/reference_version"] == 1 and actual["actor/loss"] == pytest.approx(expected["actor/loss"])
+    assert actual["actor/reference_version"] == 1 and actual["actor/loss"] == pytest.approx(
+        expected["actor/loss"], abs=1e-6
+    )
     assert actual["actor/kl_to_reference"] == pytest.approx(expected["actor/kl_to_reference"], abs=1e-6)
 
 

@@ -281,7 +281,7 @@ def measure(options: argparse.Namespace, hf: HFConfig, console: Console) -> int:
         model = MegatronModel(hf, config, job, role)  # type: ignore[arg-type]
         create_states(model.optimizer)
         counted |= {f"{role} {part}": part_bytes for part, part_bytes in model_state_bytes(model).items()}
-        if role == "actor" and planned[0].host:
+        if role == "actor" and "reference weights" in planned[0].host:
             counted["reference weights"] = model.host_copy().size
     everyone = parallel_ranks.all_gather_objects((job.job.rank, job.pp_rank, counted))
     parallel_ranks.shutdown()

@@ -39,7 +39,6 @@ from megarl.config.keys import (  # noqa: F401  re-exported
 )
 from megarl.config.paths import expand, expand_config_paths, find_model_folder
 from megarl.config.recipes import apply_recipe
-from megarl.config.stages import parse_stages
 from megarl.config.strict import ConfigError, Range, to_dict  # noqa: F401  re-exported
 
 _OTHER_NAMES = {
@@ -87,6 +86,7 @@ _OTHER_NAMES = {
     "loss.scale_factor": "loss_scale_factor",
     "kl.estimator": "kl_loss_type kl_penalty",
     "kl.target": "target_kl",
+    "kl.refresh_reference_every": "ref_model_sync_steps ref_update_interval",
     "kl.apply_to": "use_kl_loss use_kl_in_reward",
     "run.distributed_timeout_s": "distributed_timeout_minutes",
     "run.keep_checkpoints": "max_actor_ckpt_to_keep save_total_limit",
@@ -233,7 +233,6 @@ def from_dict(tree: dict[str, Any]) -> Config:
     if isinstance(name, str):  # `build_dataclass` rejects other types
         tree = apply_recipe(tree, name)
     config: Config = strict.build_dataclass(Config, tree, "", root=Config)
-    parse_stages(config)
     return expand_config_paths(config)
 
 

@@ -7,13 +7,10 @@ a resumed run continues with the same values, without any state of its own.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megarl.config import strict
-from megarl.config.strict import ConfigError, short_repr
-
-if TYPE_CHECKING:
-    from megarl.config import Config
+from megarl.config import Config, ConfigError, strict
+from megarl.config.strict import short_repr
 
 LENGTH_KEYS = (
     "rollout.max_context",
@@ -73,7 +70,7 @@ def change_config(config: Config, tree: Any, where: str) -> Config:
         if "." in str(name):
             section, _, leaf = str(name).rpartition(".")
             raise ConfigError(f"{where}{name}: write {leaf} in the section {section}, as everywhere in a file")
-    changed: Config = strict.build_dataclass(type(config), tree, where, root=type(config), default=config)
+    changed: Config = strict.build_dataclass(Config, tree, where, root=Config, default=config)
     for key in list_leaves(tree):
         if key not in STAGED_KEYS:
             raise ConfigError(f"{where}{key} cannot change during a run (keys that can: {', '.join(STAGED_KEYS)})")

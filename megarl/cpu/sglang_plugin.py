@@ -449,13 +449,13 @@ def _patch_fp8() -> None:
     not quantised: on a GPU they are rounded to FP8, too.
     """
     from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
-    from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod, Fp8MoEMethod
+    from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
     from sglang.srt.models.deepseek_common import deepseek_weight_loader
 
-    def apply_linear(self: Any, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+    def apply_linear(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
         return _linear(x, fp8.dequantise(layer.weight, layer.weight_scale_inv).to(x.dtype), bias)
 
-    def apply_experts(self: Any, layer: torch.nn.Module, dispatch_output: Any) -> Any:
+    def apply_experts(self: Any, layer: Any, dispatch_output: Any) -> Any:
         weights, ids = dispatch_output.topk_output[:2]
         x = dispatch_output.hidden_states
         w13, w2 = (
@@ -467,8 +467,6 @@ def _patch_fp8() -> None:
         )
         return StandardCombineInput(hidden_states=local_experts(x, weights, ids, w13, w2))
 
-    dtypes = Fp8Config.get_supported_act_dtypes.__func__
-    Fp8Config.get_supported_act_dtypes = classmethod(lambda cls: [*dtypes(cls), torch.float32])
     for method in (Fp8LinearMethod, Fp8MoEMethod):
         method.process_weights_after_loading_block_quant = lambda self, layer: None
     Fp8LinearMethod.apply, Fp8MoEMethod.apply = apply_linear, apply_experts

@@ -293,6 +293,17 @@ def validate(
     return Report(errors, warnings, facts, memory, label if other_plans else "", dict(other_plans))
 
 
+def check_step(hf: HFConfig, config: Config, declared: Requirements) -> None:
+    """Check what depends on keys that may change during a run (`config/stages.py`). Raises ConfigError."""
+    checks.check_algorithm(config, declared, [])
+    checks.check_schedule(config, declared)
+    checks.check_batch(config, declared, [])
+    if declared.has_rollout:
+        server_args.check_sampling(config.rollout)
+        checks.check_lengths(hf, config, [])
+        rollout_checks.check_timeouts(config, [])
+
+
 def _validate_stages(
     config: Config, dry_run: bool, registered: Mapping[str, RegisteredWorker] | None, until: int
 ) -> Report:

@@ -115,7 +115,8 @@ def iter_chunks(
         is_valid = column < counts[rows][:, None]
         candidate_ids = torch.where(is_valid, ids[(starts[rows][:, None] + column).clamp(max=len(ids) - 1)], -1)
         candidate_ids, rows = candidate_ids.to(targets.device), rows.to(targets.device)
-        matches = candidate_ids == (targets[rows] - first)[:, None]
+        # The target just before this shard is at -1, like padding.
+        matches = (candidate_ids == (targets[rows] - first)[:, None]) & (candidate_ids >= 0)
         yield LogitsChunk(rows, matches.int().argmax(1), matches.any(1), candidate_ids, columns)
 
 

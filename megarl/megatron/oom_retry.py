@@ -241,6 +241,10 @@ class OOMRetry:
 
     # ---- state
 
+    def set_dispatcher(self, dispatcher: BatchDispatcher) -> None:
+        """Use the budget of another dispatcher, as if no pass had run out of memory with it."""
+        self._dispatcher, self.token_budget = dispatcher, dispatcher.token_budget
+
     @property
     def metrics(self) -> dict[str, float]:
         """Metrics of the guard; empty if it is off."""

@@ -497,6 +497,11 @@ class MegatronModel:
         """Set the peak of the learning-rate schedule, whose position stays."""
         optimizer.set_peak_lr(self.scheduler, lr)
 
+    def set_dispatcher(self, dispatcher: BatchDispatcher) -> None:
+        """Use another budget of micro-batches; what `guards.oom_retry` has lowered starts anew."""
+        self.dispatcher = dispatcher
+        self.oom_retry.set_dispatcher(dispatcher)
+
     # ---- state
 
     def save_snapshot(self) -> None:

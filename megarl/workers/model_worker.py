@@ -11,6 +11,7 @@ need not know: rows are sent for skipped updates, too.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -92,9 +93,9 @@ class ModelWorker(Worker):
     def set_config(self, config: Config) -> None:
         if config.train.max_tokens_per_gpu != self.config.train.max_tokens_per_gpu:
             budget = config.train.max_tokens_per_gpu * role_parallel(config, self.name).cp
-            self.distribution.token_budget = budget
+            self.distribution = dataclasses.replace(self.distribution, token_budget=budget)
             if self.model is not None:
-                self.model.oom_retry.token_budget = budget
+                self.model.set_dispatcher(self.distribution)
         super().set_config(config)
 
     def metrics(self) -> dict[str, float]:

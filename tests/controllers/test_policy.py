@@ -14,8 +14,10 @@ import torch
 
 from megarl.config import Config, from_dict
 from megarl.config.recipes import RECIPES
+from megarl.config.stages import change_config
 from megarl.controllers.controller import StepResult, make_controller
 from megarl.controllers.evaluation import pass_at_k_metrics
+from megarl.controllers.grpo import GRPOController
 from megarl.controllers.mini_batches import split_mini_batches
 from megarl.controllers.policy_gradient import apply_loss_masks, select_trainable
 from megarl.controllers.rollout_correction import logprob_diff_metrics
@@ -376,3 +378,30 @@ def test_no_kl_metrics_without_a_reference(algorithm: str) -> None:
         metrics = make_controller(config).step(flow, [Prompt("0", ())]).metrics
         assert "actor/grad_norm" in metrics or "actor/ppo_kl" in metrics
         assert not {"actor/kl_to_reference", "actor/kl_coef", "actor/kl_loss"} & metrics.keys()
+
+
+def test_a_new_kl_coefficient_replaces_the_adapted_one() -> None:
+    """Also in controllers inside others, and on resuming within a stage. Other changes leave the adapted one."""
+    config = from_dict({"algorithm": "grpo", "kl": {"coef": 0.1, "target": 0.01, "horizon": 10}})
+
+    class Nested(GRPOController):
+        def __init__(self, config: Config) -> None:
+            super().__init__(config)
+            self.inner = GRPOController(config)
+
+    controller = Nested(config)
+    for part in (controller, controller.inner):
+        part.kl = part.kl.updated(1.0, rollouts=10)  # the most allowed: 0.2 more
+        assert part.kl.coef == pytest.approx(0.12)
+    clipped = change_config(config, {"loss": {"clip": 0.1}, "kl": {"target": 0.02}}, "")
+    controller.set_config(clipped)
+    assert (controller.kl.coef, controller.kl.target) == (pytest.approx(0.12), 0.02)
+    assert controller.config.loss.clip == controller.inner.config.loss.clip == 0.1
+    staged = change_config(clipped, {"kl": {"coef": 0.15}}, "")
+    controller.set_config(staged)
+    assert (controller.kl.coef, controller.inner.kl.coef) == (0.15, 0.15)
+    controller.kl = controller.kl.updated(1.0, rollouts=10)
+    resumed = Nested(config)
+    resumed.set_config(staged)
+    resumed.load_state_dict(controller.state_dict())
+    assert resumed.kl == controller.kl and resumed.kl.coef == pytest.approx(0.18)

@@ -476,7 +476,7 @@ def test_reward_model_needs_a_head_and_the_policys_tokenizer(plan, tmp_path: Pat
     reward = {**MOE, "architectures": ["Qwen3MoeForSequenceClassification"], "num_hidden_layers": 2}
     cases: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...], str]] = {
         "headless": (reward, ("a", "b"), (), "has no score.weight: it is not a reward model; train one"),
-        "smaller": (reward | {"vocab_size": 1}, ("a", "b"), head, "vocabulary of 1, the policy's tokenizer one of 2"),
+        "smaller": (reward | {"vocab_size": 1}, ("a", "b"), head, "vocabulary of 1, the policy's tokenizer one of 3"),
         "words": (reward, ("a", "c"), head, r"another tokenizer than model.path=.*differ in 'b', token 1; .*must"),
         "tokenless": (reward, (), head, "differ in "),
         "short": (reward | {"max_position_embeddings": 128}, ("a", "b"), head, "beyond the 128 positions of reward.mo"),
@@ -486,10 +486,8 @@ def test_reward_model_needs_a_head_and_the_policys_tokenizer(plan, tmp_path: Pat
         folder = write_model(tmp_path / name, hf, words, tensors)
         report = plan(f"model.path={policy}", f"reward.model={folder}", dry_run=False)
         assert len(report.errors) == 1 and re.search(message, report.errors[0]), (name, report.errors)
-    for vocab_size in (512, 2048):  # padded to another size, with a token that the policy does not have
-        padded = write_model(
-            tmp_path / f"padded_{vocab_size}", reward | {"vocab_size": vocab_size}, ("a", "b", "c"), head
-        )
+    for vocab_size in (512, 2048):  # padded to another size
+        padded = write_model(tmp_path / f"padded_{vocab_size}", reward | {"vocab_size": vocab_size}, ("a", "b"), head)
         assert plan(f"model.path={policy}", f"reward.model={padded}", dry_run=False).ok
     valid_folder = write_model(tmp_path / "good", reward, ("a", "b"), head)
     report = plan(
@@ -570,7 +568,7 @@ def test_teacher_needs_the_policys_tokenizer(plan, custom_controllers: None, tmp
             MOE | {"vocab_size": 1},
             ("a", "b"),
             (),
-            "vocabulary of 1, the policy's tokenizer one of 2; the teacher reads",
+            "vocabulary of 1, the policy's tokenizer one of 3; the teacher reads",
         ),
         "words": (
             larger,

@@ -73,7 +73,18 @@ def check(
     }
 
 
-def masked_logprobs() -> dict[str, dict[str, float]]:
+def find_targets_of_a_shard() -> list[bool]:
+    """Return which targets are in the shard of ids 4 to 7. The first is just before it, and its candidates are padded,
+    since the second token has more."""
+    from megarl.megatron.logprobs import iter_chunks
+
+    support, has_target = SamplingMask.from_rows([[3, 5, 6], [4, 5, 6, 7]]), torch.zeros(2, dtype=torch.bool)
+    for chunk in iter_chunks(torch.tensor([3, 4]), support, first=4, columns=4, chunk_tokens=16, width=1):
+        has_target[chunk.rows] = chunk.has_target
+    return list(has_target.tolist())
+
+
+def masked_logprobs() -> dict[str, dict[str, Any]]:
     """Compare with log_softmax of masked logits in fp64, with gradients of both outputs.
 
     Candidate sets have one, some or all ids, or are absent. Also counts the weight's elements gathered at a time."""
@@ -111,6 +122,7 @@ def masked_logprobs() -> dict[str, dict[str, float]]:
         ]  # type: ignore[operator]
         is_single = support.counts == 1
         result[name] = {
+            "targets of a shard": find_targets_of_a_shard(),
             "logprobs": float((actual[0] - expected[0]).abs().max()),
             "entropy": float((actual[1] - expected[1]).abs().max()),  # type: ignore[operator]
             "gradient": max(gaps),

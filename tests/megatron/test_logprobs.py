@@ -27,6 +27,7 @@ def test_sampling_mask_logprobs_match_masked_fp64(units: dict[str, Any], kind: s
     assert result["entropy"] < 5e-6
     assert result["gradient"] < 5e-6
     assert result["without entropy"] == 0.0
+    assert result["targets of a shard"] == [False, True]
     assert result["single candidate"] == 0.0  # a single candidate has probability 1 and no gradient
     assert result["padding"] == 0.0
     assert 0 < result["gathered elements"] <= 13 * 6  # as many elements as the logits of 4 tokens, or one token
