@@ -42,6 +42,7 @@ from megarl.observe.metrics import ZeroSpreadWarning, batch_metrics, prefix_metr
 from megarl.observe.mfu import GpuMonitor, compute_throughput, select_remote_clocks
 from megarl.observe.profiler import StepProfiler
 from megarl.observe.run_log import RunLog
+from megarl.observe.step_record import GenerateCall
 from megarl.parallel import device, kv_store, ranks, row_exchange, wait_listeners
 from megarl.parallel.placement import (
     has_separate_reference,
@@ -52,7 +53,6 @@ from megarl.parallel.placement import (
 )
 from megarl.parallel.policy_configs import policy_config, takes_turns
 from megarl.parallel.ranks import create_role_layouts
-from megarl.types import Rollouts
 from megarl.workers.actor import ActorWorker, ReferenceWorker, SeparateReferenceWorker
 from megarl.workers.context import Context, Worker
 from megarl.workers.critic import CriticWorker, RewardModelWorker
@@ -231,8 +231,11 @@ class HybridFlow:
         metrics = dict(result.metrics)
         if result.rollouts is not None:
             metrics |= rollout_metrics(result.rollouts)
-        for role, worker in self.workers.items():
-            metrics |= prefix_metrics(worker.metrics(), split_role(role)[1])
+        worker_metrics = {
+            role: prefix_metrics(worker.metrics(), split_role(role)[1]) for role, worker in self.workers.items()
+        }
+        for values in worker_metrics.values():
+            metrics |= values
         if self.watchdog is not None:
             watchdog_metrics, alarm = self.watchdog.check_step(self.step)
             metrics |= watchdog_metrics
@@ -256,7 +259,8 @@ class HybridFlow:
         if self.gpu is not None:
             metrics |= self.gpu.metrics()
         metrics["perf/peak_memory_gib"] = device.peak_memory_bytes() / 2**30
-        return self.log.end_step(self.step, metrics, result.rollouts, result.batch, result.trained_rollouts)
+        recorded = result.rollouts, result.batch, result.trained_rollouts, self._generate_calls()
+        return self.log.end_step(self.step, metrics, *recorded, worker_metrics.get("rollout"))
 
     def check_config(self, config: Config) -> None:
         """Raise ConfigError for a configuration that the run cannot change to."""
@@ -271,12 +275,12 @@ class HybridFlow:
         for worker in self.workers.values():
             worker.begin_step(self.step)
 
-    def _step_rollouts(self) -> list[Rollouts]:
-        """Return the rollouts of the current step so far, with rewards if they have been scored."""
-        sampled = vars(self)["rollout"].step_rollouts if "rollout" in vars(self) else []
+    def _generate_calls(self) -> list[GenerateCall]:
+        """Return what the current step has generated so far, with rewards if it has been scored."""
+        calls: Sequence[GenerateCall] = getattr(vars(self).get("rollout"), "generations", ())
         pairs = getattr(vars(self).get("reward"), "scored", [])
         scored = {id(original): rewarded for original, rewarded in pairs}
-        return [scored.get(id(rollouts), rollouts) for rollouts in sampled]
+        return [call._replace(rollouts=scored.get(id(call.rollouts), call.rollouts)) for call in calls]
 
     # --- start and end ----------------------------------------------------------------------------------------
 
@@ -349,7 +353,7 @@ class HybridFlow:
             exit_status.begin_exit()
             if isinstance(error, Exception) and self.checkpointer is not None:
                 self.checkpointer.finish_on_error(error)
-            self.log.record_failed_step(self.step, self._step_rollouts())
+            self.log.record_failed_step(self.step, self._generate_calls())
             if self.watchdog is not None:
                 self.watchdog.drain()
             cause = kv_store.exchange_root_cause(error, exit_status.classify_error(error)[0])

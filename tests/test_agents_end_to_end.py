@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from training_run import ROOT, make_folder, read_steps, train
+from training_run import ROOT, assert_replays, make_folder, read_steps, train
 
 from megarl.observe.rollout_log import read_rollouts
 
@@ -19,6 +19,12 @@ AGENTS = ("calculating", "branching", BLACK_BOX)
 SPECS = ["example_agents:calculating", "example_agents:branching", f"program:{BLACK_BOX}"]
 
 
+OVERRIDES = [
+    *("algorithm=grpo", "rollout.tools=[]", f"rollout.environments={json.dumps(SPECS)}", "run.save_every=0"),
+    *("reward.functions=[sum_reward:even]", "data.shuffle=false"),
+]
+
+
 @pytest.fixture(scope="module")
 def run(host: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three steps of GRPO on four prompts with four episodes each; the three agents take turns."""
@@ -27,8 +33,7 @@ def run(host: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     agent_rows = [json.dumps({**row, "environment": AGENTS[i % 3], "tools": []}) for i, row in enumerate(rows)]
     (folder / "train.jsonl").write_text("\n".join(agent_rows) + "\n")
     run_dir = folder.parent / "run"
-    overrides = ["algorithm=grpo", "rollout.tools=[]", f"rollout.environments={json.dumps(SPECS)}", "run.save_every=0"]
-    train(folder, run_dir, *overrides, "reward.functions=[sum_reward:even]", "data.shuffle=false", host=host)
+    train(folder, run_dir, *OVERRIDES, host=host)
     return run_dir
 
 
@@ -61,3 +66,10 @@ def test_records_episodes_with_their_branches(run: Path) -> None:
         first, last = [item for item in by_agent["branching"] if (item.group, item.episode) == episode]
         assert first.reward == last.reward
         assert sum(turn.is_action for turn in first.turns) == 2 and sum(turn.is_action for turn in last.turns) == 1
+
+
+def test_replay_has_the_same_branches_and_rewards_bitwise(run: Path) -> None:
+    """Rewards of agents are recorded, those of functions are computed again; no agent runs."""
+    assert_replays(lambda target, replay: train(run.parent / "q", target, *OVERRIDES, replay), run)
+    for step in (1, 2, 3):
+        assert read_rollouts(run.with_name("run_replayed"), step) == read_rollouts(run, step)

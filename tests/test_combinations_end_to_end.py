@@ -1,4 +1,5 @@
-"""Two steps of each run of `tools/combinations.py`, in which every two settings of different features meet.
+"""Two steps of each run of `tools/combinations.py`, in which every two settings of different features meet, and a
+bitwise replay of every fifth.
 
 The policy is a tiny DeepSeek-V3 with a layer of multi-token prediction, in fp32.
 """
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import tiny_models
-from training_run import ROOT, build_command, make_folder, read_steps, train
+from training_run import ROOT, assert_replays, build_command, make_folder, read_steps, train
 
 from megarl.config import ConfigError, load_config
 from megarl.dry_run.validation import validate
@@ -74,7 +75,8 @@ def test_dry_run_refuses_the_refused_pairs(folder: Path) -> None:
 @pytest.mark.parametrize("number", range(1, len(RUNS) + 1))
 def test_trains_two_steps(folder: Path, host: str, tmp_path: Path, number: int) -> None:
     run = RUNS[number - 1]
-    train(folder, tmp_path / "run", *overrides_of(folder, run), host=host)
+    settings, is_replayed = overrides_of(folder, run), number % 5 == 1
+    train(folder, tmp_path / "run", *settings, f"run.export={str(is_replayed).lower()}", host=host)
     rows = read_steps(tmp_path / "run")
     assert [row["step"] for row in rows] == [1, 2]
     for row in rows:
@@ -83,3 +85,6 @@ def test_trains_two_steps(folder: Path, host: str, tmp_path: Path, number: int) 
         gaps = [row[name] for name in ("rollout/logprob_diff_p95", "rollout/logprob_diff_mean") if name in row]
         assert max(gaps, default=0.0) < 1e-4, (run, row)
         assert gaps or row.get("rollout/staleness_mean", 0) > 0, (run, row)  # with `wait` a whole step may be stale
+    if is_replayed:
+        settings += ["run.export=true"]
+        assert_replays(lambda target, replay: train(folder, target, *settings, replay), tmp_path / "run", "data/epoch")

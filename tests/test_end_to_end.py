@@ -28,6 +28,7 @@ from sentencepiece_tokenizer import put_pieces
 from training_run import (
     ROOT,
     SMALL,
+    assert_replays,
     build_command,
     check_communication,
     log_lines,
@@ -291,7 +292,7 @@ def test_sparse_index_replay_reduces_bf16_mismatch(
 
 
 @pytest.mark.nightly
-def test_glm_moe_dsa_replays_experts_and_keys_on_two_ranks(
+def test_glm_moe_dsa_replays_experts_and_keys_on_two_ranks_also_from_a_recording(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "tests" / "rollout"))
@@ -308,11 +309,12 @@ def test_glm_moe_dsa_replays_experts_and_keys_on_two_ranks(
     assert len(rows) == 2
     for row in rows:
         assert row["rollout/logprob_diff_p95"] <= 1e-4 and row["actor/indexer_loss"] > 0
+    assert_replays(lambda target, replay: train(folder, target, *overrides, replay), tmp_path / "run")
 
 
 OVERSAMPLED = [
     *("algorithm=grpo", "rollout.oversample=1.5", "rollout.concurrency=6", "rollout.max_staleness=2"),
-    *("run.export=false", "kl.apply_to=none", "correction.kind=icepop"),
+    *("kl.apply_to=none", "correction.kind=icepop"),
 ]
 
 
@@ -351,6 +353,12 @@ def test_partial_groups_continue_in_the_next_step(oversampled: Path) -> None:
         assert buckets or abs(row["rollout_corr/kl"]) < 1e-4
     assert len(first_steps) == 12
     assert "does not correct" not in (oversampled / "log.txt").read_text()  # PPO's ratio is to the sampling policy
+
+
+@pytest.mark.nightly
+def test_replay_of_an_oversampled_run_is_bitwise_equal(oversampled: Path, folder: Path) -> None:
+    """Groups that began in earlier steps keep their staleness. The replay deals out no further prompts."""
+    assert_replays(lambda target, replay: train(folder, target, *OVERSAMPLED, replay), oversampled, "data/epoch")
 
 
 @pytest.mark.nightly

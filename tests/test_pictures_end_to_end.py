@@ -10,7 +10,7 @@ import pytest
 import torch
 from rank_jobs import shared_jobs
 from safetensors.torch import load_file
-from training_run import ROOT, read_steps, with_host
+from training_run import ROOT, assert_replays, read_steps, with_host
 
 from megarl.observe.rollout_log import read_rollouts
 
@@ -21,6 +21,11 @@ def run(tmp_path: Path, family: str, host: str, *overrides: str) -> tuple[Path, 
     sizes = ["--train", "16", "--held-out", "4"]
     command = [sys.executable, "tools/make_pictures.py", str(folder), "--family", family, *sizes]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    train(folder, run_dir, *overrides, host=host)
+    return folder, run_dir
+
+
+def train(folder: Path, run_dir: Path, *overrides: str, host: str = "") -> None:
     settings = [
         f"run.dir={run_dir}",
         f"model.path={folder}/model",
@@ -35,7 +40,6 @@ def run(tmp_path: Path, family: str, host: str, *overrides: str) -> tuple[Path, 
     variables = with_host(host)
     config = "configs/quickstart_pictures.yaml"
     shared_jobs().run(world, "tests/train_rank.py", config, *settings, timeout=500, variables=variables)
-    return folder, run_dir
 
 
 def check_run(folder: Path, run_dir: Path, tower: str) -> None:
@@ -53,15 +57,19 @@ def check_run(folder: Path, run_dir: Path, tower: str) -> None:
         assert rollout.messages[0]["content"] == "<image> how many squares ?"
 
 
-def test_qwen2_5_vl_trains_two_steps(tmp_path: Path, host: str) -> None:
-    check_run(*run(tmp_path, "qwen2_5_vl", host), "visual.")
+def test_qwen2_5_vl_trains_two_steps_and_replays_them_bitwise(tmp_path: Path, host: str) -> None:
+    folder, run_dir = run(tmp_path, "qwen2_5_vl", host)
+    check_run(folder, run_dir, "visual.")
+    assert_replays(lambda target, replay: train(folder, target, replay), run_dir)
 
 
 @pytest.mark.nightly
-def test_qwen3_vl_moe_trains_two_steps_on_two_ranks(tmp_path: Path, host: str) -> None:
+def test_qwen3_vl_moe_trains_two_steps_on_two_ranks_and_replays_them_bitwise(tmp_path: Path, host: str) -> None:
     layout = ["parallel.world_size=2", "parallel.ranks_per_node=2", "parallel.tp=2", "parallel.ep=2", "rollout.tp=2"]
     settings = [*layout, "rollout.ep=2", "train.routing_replay=true"]
-    check_run(*run(tmp_path, "qwen3_vl_moe", host, *settings), "model.visual.")
+    folder, run_dir = run(tmp_path, "qwen3_vl_moe", host, *settings)
+    check_run(folder, run_dir, "model.visual.")
+    assert_replays(lambda target, replay: train(folder, target, *settings, replay), run_dir)
 
 
 @pytest.mark.nightly

@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from training_run import ONE_RANK, check_communication, make_folder, read_metrics, read_steps, train
+from training_run import (
+    ONE_RANK,
+    assert_replays,
+    check_communication,
+    make_folder,
+    read_metrics,
+    read_steps,
+    train,
+)
 
 from megarl.observe.rollout_log import read_rollouts
 
@@ -168,3 +176,22 @@ def test_generation_continues_across_weight_syncs(folder: Path, host: str, tmp_p
         for turn in rollout.turns
     ]
     assert any(mixed) == (sync_mode == "retract")  # a turn of two versions
+
+
+@pytest.mark.nightly
+def test_replay_of_an_asynchronous_run_keeps_its_staleness(folder: Path, host: str, tmp_path: Path) -> None:
+    """With truncated sampling and importance weights, bitwise; and from the third step on, where tokens are stale."""
+    run_dir = tmp_path / "run"
+    settings = [*TWO_RANKS, *ASYNC, "rollout.max_staleness=2", "rollout.concurrency=4", "correction.kind=tis"]
+    settings += ["rollout.temperature=0.7", "rollout.top_k=20", "run.num_rollout=4"]
+    train(folder, run_dir, *settings, host=host)
+    assert_replays(lambda target, replay: train(folder, target, *settings, replay), run_dir)
+    later = [*settings, f"rollout.replay={run_dir}@3", "run.num_rollout=2"]
+    train(folder, tmp_path / "later", *later)
+
+    def ages(row: dict[str, float]) -> dict[str, float]:
+        return {name: 0.0 for name in row if name.startswith("rollout_corr/kl_staleness")}
+
+    rows = read_steps(run_dir)
+    assert [ages(row) for row in read_steps(tmp_path / "later")] == [ages(row) for row in rows[2:]]
+    assert all(len(ages(row)) > 1 for row in rows[2:])

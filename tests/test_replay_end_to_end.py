@@ -15,6 +15,7 @@ from training_run import (
     ENVIRONMENT,
     ONE_RANK,
     ROOT,
+    assert_replays,
     build_command,
     make_folder,
     read_metrics,
@@ -168,3 +169,39 @@ def test_trainer_replays_rollouts_of_a_generate_run(folder: Path, tmp_path: Path
     steps = [row for row in read_metrics(tmp_path / "trained") if "actor/grad_norm" in row]
     assert [row["step"] for row in steps] == [1, 2]
     assert steps[0]["rollout/logprob_diff"] <= 1e-4  # the weights are those that generated
+
+
+@pytest.mark.nightly
+def test_dapo_replays_each_generation_of_a_step(folder: Path, tmp_path: Path, host: str) -> None:
+    """With two samples, half of the groups have equal rewards, so steps sample again. A replay may ask for fewer
+    generations, with other numbers of prompts and samples, on one rank, but not for more than were recorded."""
+    settings = ["algorithm=dapo", "rollout.samples_per_prompt=2", "run.save_every=0"]
+    train(folder, tmp_path / "run", *settings, "options.max_num_gen_batches=3", host=host)
+    rows = read_steps(tmp_path / "run")
+    counts = [row["rollout/num_gen_batches"] for row in rows]
+    assert max(counts) > 1
+    replay = f"rollout.replay={tmp_path}/run"
+    assert_replays(
+        lambda target, replay: train(folder, target, *settings, "options.max_num_gen_batches=3", replay),
+        tmp_path / "run",
+    )
+    equal = [
+        "algorithm=dapo",
+        "run.save_every=0",
+        "reward.functions=[sum_reward:same]",
+        "data.prompts_per_step=2",
+        replay,
+    ]
+    train(
+        folder, tmp_path / "fewer", *equal, *ONE_RANK, "options.max_num_gen_batches=1", "rollout.samples_per_prompt=8"
+    )
+    for step, row in enumerate(read_steps(tmp_path / "fewer"), 1):
+        assert row["rollout/num_gen_batches"] == 1
+        first = [rollout for rollout in read_rollouts(tmp_path / "run", step) if rollout.group < 4]
+        assert [rollout.seed for rollout in read_rollouts(tmp_path / "fewer", step)] == [
+            rollout.seed for rollout in first
+        ]
+    done = run_cli(folder, tmp_path / "more", *equal, *ONE_RANK, "options.max_num_gen_batches=4")
+    assert done.returncode and re.search(
+        r"step 1 has \d sampling generations, and the algorithm asks for another", done.stdout + done.stderr
+    )

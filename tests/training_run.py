@@ -9,11 +9,14 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import nccl_order
+import torch
 from rank_jobs import shared_jobs
+from safetensors.torch import load_file
 
 from megarl.config import load_config
 from megarl.engine.engine_host import HOST_VARIABLE
@@ -89,6 +92,34 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 def read_steps(run_dir: Path) -> list[dict[str, Any]]:
     """Return the metrics of the training steps, without those of evaluations."""
     return [row for row in read_metrics(run_dir) if "rollout/reward_mean" in row]
+
+
+REAL_TIME = ("time", "time/", "perf/", "eval/")
+"""Prefixes of metrics that a replay has of its own, or that need an engine."""
+
+
+def assert_replays(run: Callable[[Path, str], None], recorded: Path, *ignored: str) -> None:
+    """Check that a replay of a run has the metrics of all its steps and the weights of its export, bit for bit.
+
+    run: trains with the configuration of the run, in another folder and with `rollout.replay`. ignored: other metrics.
+    """
+    replayed = recorded.with_name(f"{recorded.name}_replayed")
+    run(replayed, f"rollout.replay={recorded}")
+    expected, actual = (
+        {
+            row["step"]: {name: value for name, value in row.items() if not name.startswith((*REAL_TIME, *ignored))}
+            for row in read_metrics(path)
+            if "time/step" in row
+        }
+        for path in (recorded, replayed)
+    )
+    assert expected.keys() == actual.keys() and expected
+    for step, row in expected.items():
+        differing = {name for name in row.keys() | actual[step].keys() if row.get(name) != actual[step].get(name)}
+        assert not differing, (step, {name: (row.get(name), actual[step].get(name)) for name in sorted(differing)})
+    weights, replayed_weights = (load_file(path / "export" / "model.safetensors") for path in (recorded, replayed))
+    assert weights.keys() == replayed_weights.keys()
+    assert [name for name in weights if not torch.equal(weights[name], replayed_weights[name])] == []
 
 
 def log_lines(run_dir: Path, text: str) -> list[str]:

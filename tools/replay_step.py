@@ -89,7 +89,6 @@ def replay_config(request: ReplayRequest) -> Config:
         f"rollout.replay={request.run}",
         "run.resume=auto",
         *("run.save_every=0", "run.eval_every=0", "run.export=false", PATIENT),
-        *("rollout.asynchronous=false", "rollout.oversample=1"),
         *("track.progress=false", "track.save_rollouts=false", "track.trackers=[]"),
         *(SINGLE_RANK if request.alone else ()),
     ]

@@ -107,7 +107,7 @@ def preference_loss(logprobs: torch.Tensor, part: TrainBatch, options: Preferenc
     def at_chosen(values: torch.Tensor) -> torch.Tensor:
         """[n] -> [T]: each pair's value at the action tokens of its chosen sequence."""
         both = torch.stack([values, torch.zeros_like(values)], dim=1).flatten()
-        spread = torch.cat([logprobs[:0], *(x.expand(length) for x, length in zip(both, lengths, strict=True))])
+        spread = torch.cat([values[:0], *(x.expand(length) for x, length in zip(both, lengths, strict=True))])
         return torch.where(mask, spread, torch.zeros_like(spread))
 
     answers = sum_answers(logprobs)

@@ -245,10 +245,12 @@ class TrackConfig:
     save_rollouts: bool = True
     """Record every rollout in the run folder, as parquet."""
     save_replay_data: bool = True
-    """With `track.save_rollouts`: also record each token's expert routing (`train.routing_replay`) and sampling mask
-    (`rollout.top_k`) if there are any, which a replay of the rollouts needs. They take one byte per MoE layer and
-    expert of a token (two with more than 256 experts), and 4 bytes per id of the sampling mask. For a large model this
-    exceeds everything else: 464 bytes per token of DeepSeek-V3, next to 12."""
+    """With `track.save_rollouts`: also record each token's expert routing (`train.routing_replay`), keys of sparse
+    attention (`train.sparse_index_replay`) and sampling mask (`rollout.top_k`), and the images, if there are any, which
+    a replay of the rollouts needs. They take one byte per MoE layer and expert of a token (two with more than 256
+    experts), two or four per layer with an indexer and key, 4 bytes per id of the sampling mask, and each different
+    image of a step once. For a large model this exceeds everything else: 464 bytes per token of DeepSeek-V3, next to
+    12."""
     profile_steps: tuple[PositiveInt, ...] = ()
     """Steps to profile, such as [3, 4]: with CUDA for `nsys profile -c cudaProfilerApi`, with NVTX ranges by phase and
     role; without CUDA, torch's profiler writes a Chrome trace of each rank into the run folder."""
@@ -365,7 +367,9 @@ class RolloutConfig:
     sample."""
     replay: PathStr = ""
     """Run folder whose recorded rollouts are used instead of generating: for training without engines, debugging and
-    exact repeats. `RUN@7` starts with the rollouts of step 7."""
+    exact repeats. Each generation of a step gets the rollouts of the same generation of the recorded step, however they
+    were generated; keys that concern engines alone (`rollout.asynchronous`, `rollout.oversample` ...) then have no
+    effect. `RUN@7` starts with the rollouts of step 7."""
     sglang: dict[str, Any] = field(default_factory=dict)
     """Further fields of SGLang's ServerArgs, by SGLang's names."""
 

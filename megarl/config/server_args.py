@@ -189,6 +189,8 @@ def check_sampling(rollout: RolloutConfig) -> None:
             f"{what} without rollout.top_k: SGLang does not return {why} unless their size is bounded; also set "
             f"rollout.top_k, for example to 1000"
         )
+    if rollout.replay:
+        return
     if rollout.num_speculative_tokens:
         raise ConfigError(
             f"{what} with {rollout.num_speculative_tokens=}: with drafts SGLang does not return {why}; set only one of "

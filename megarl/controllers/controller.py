@@ -114,6 +114,8 @@ class Controller(ABC):
     """Whether the loss accepts samples of an older policy, because it has a ratio to that policy and bounds it."""
     has_dynamic_sampling: ClassVar[bool] = False
     """Whether a step may draw prompts beyond those it is given, from `flow.loader`."""
+    needs_greedy: ClassVar[bool] = False
+    """Whether each step generates greedy answers, which a replayed run must have recorded."""
     workers: ClassVar[Mapping[str, str]] = {}
     """Workers of roles that the algorithm defines itself, as `module:name` by role."""
     Options: ClassVar[type] = NoOptions
@@ -156,6 +158,7 @@ class Controller(ABC):
             is_group_relative=cls.is_group_relative,
             is_off_policy=cls.is_off_policy,
             has_dynamic_sampling=cls.has_dynamic_sampling,
+            needs_greedy=cls.needs_greedy,
             workers=dict(cls.workers),
         )
 

@@ -86,7 +86,8 @@ class ReplayBuffer:
             return
         world, records, error = len(comm.all_gather_objects(None)), [], ""
         try:
-            records = read_records(folder / FOLDER, 0, comm.rank, world, include_trainer_columns=True)  # sampling masks
+            # With sampling masks and images; there is no routing.
+            records = read_records(folder / FOLDER, 0, comm.rank, world, include_trainer_columns=True)
         except ConfigError as failure:
             error = str(failure)
         if errors := [text for text in comm.all_gather_objects(error) if text]:

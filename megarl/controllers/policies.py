@@ -102,6 +102,7 @@ class PoliciesController(PolicyController):
             is_group_relative=any(part.is_group_relative for part in parts.values()),
             is_off_policy=all(part.is_off_policy for part in parts.values()),
             has_dynamic_sampling=any(part.has_dynamic_sampling for part in parts.values()),
+            needs_greedy=any(part.needs_greedy for part in parts.values()),
         )
 
     def num_updates(self, role: str) -> int:

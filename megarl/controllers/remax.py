@@ -15,6 +15,7 @@ from megarl.types import Prompt
 
 class ReMaxController(GRPOController):
     is_group_relative = False  # one sample per prompt is enough
+    needs_greedy = True
 
     def collect_experience(self, flow: Flow, items: Sequence[Prompt]) -> Experience:
         """Generate twice: the samples, and one greedy answer to each prompt, which is not trained on."""

@@ -274,11 +274,6 @@ def check_sparse_indices(hf: HFConfig, config: Config, declared: Requirements) -
         raise ConfigError(
             f"train.sparse_index_replay=true, but {declared.name} has no engine whose choice of keys could be replayed"
         )
-    if config.rollout.replay:
-        raise ConfigError(
-            "train.sparse_index_replay with rollout.replay: recorded rollouts hold no sparse attention indices; set it "
-            "to false"
-        )
     if (config.rollout.sglang.get("chunked_prefill_size") or 1) < 1:
         raise ConfigError(
             "rollout.sglang.chunked_prefill_size must be positive: it is the size of SGLang's record of indices"

@@ -89,7 +89,7 @@ def check_rows(hf: HFConfig, config: Config, declared: Requirements, chat: ChatT
     """
     data, run = config.data, config.run
     min_fitting = 1
-    if declared.item == "prompts" and config.rollout.oversample > 1:
+    if declared.item == "prompts" and config.rollout.oversample > 1 and not config.rollout.replay:
         min_fitting = max_pending_groups(data.prompts_per_step, config.rollout.oversample)
     checker = _RowChecker(hf, config, declared, chat, warnings, min_fitting)
     named = zip(data.train, name_datasets(data.train), strict=True)

@@ -11,13 +11,11 @@ from megarl.types.requirements import Requirements
 def check_asynchronous(config: Config, declared: Requirements, warnings: list[str]) -> None:
     """Check that asynchronous generation has something to overlap with, and keys that suit it."""
     rollout = config.rollout
-    if not rollout.asynchronous or not declared.has_rollout:
+    if not rollout.asynchronous or not declared.has_engines(config):
         return
     key, placement = "rollout.asynchronous", placement_of(config)
     if not declared.trained_roles:
         raise ConfigError(f"{key} with algorithm={declared.name}: nothing trains concurrently; set the first to false")
-    if rollout.replay:
-        raise ConfigError(f"{key} with rollout.replay: recorded rollouts need no generation; set the first to false")
     engines = set(placement.ranks_of("rollout"))
     for role in declared.roles:
         shared = engines & set(placement.ranks_of(role)) if role != "rollout" and has_model(config, role) else ()
@@ -37,13 +35,8 @@ def check_asynchronous(config: Config, declared: Requirements, warnings: list[st
 def check_oversampling(config: Config, declared: Requirements, warnings: list[str]) -> None:
     """Check that `rollout.oversample` and `rollout.max_staleness` suit the algorithm."""
     rollout = config.rollout
-    if not declared.has_rollout or rollout.oversample == 1:
+    if not declared.has_engines(config) or rollout.oversample == 1:
         return
-    if rollout.replay:
-        raise ConfigError(
-            f"{rollout.oversample=:g} with rollout.replay: a step gets exactly its recorded rollouts; set the first to "
-            "1"
-        )
     if rollout.max_staleness == 0:
         warnings.append(
             f"{rollout.oversample=:g} with rollout.max_staleness=0: partial rollouts are restarted in the next step, "
@@ -61,7 +54,7 @@ def check_enough_prompts(count: int, config: Config) -> None:
     """Check that there are enough prompts for none to be under way twice in a step."""
     data, rollout = config.data, config.rollout
     most = max_pending_groups(data.prompts_per_step, rollout.oversample)
-    if rollout.oversample > 1 and count < most:
+    if rollout.oversample > 1 and count < most and not rollout.replay:
         raise ConfigError(
             f"{rollout.oversample=:g} with {data.prompts_per_step=} has {most} prompts in flight, but data.train has "
             f"{count}; lower one of the first two"

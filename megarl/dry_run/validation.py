@@ -180,13 +180,17 @@ class Report:
 
 
 def validate(
-    config: Config, dry_run: bool = False, registered: Mapping[str, RegisteredWorker] | None = None, until: int = 0
+    config: Config,
+    dry_run: bool = False,
+    registered: Mapping[str, RegisteredWorker] | None = None,
+    until: int = 0,
+    stage: range | None = None,
 ) -> Report:
     """Check everything that can be checked without starting anything; every error names the key and the remedy.
 
     In a dry run the model may be a config.json alone (`model.hf_config`), and missing data files are warnings.
     `registered`: workers that a script has registered; a custom reward worker needs no `reward.functions`. until: the
-    step after which the run will stop, 0 for its last.
+    step after which the run will stop, 0 for its last. stage: the steps that have this configuration; None for all.
     """
     if config.stages:
         return _validate_stages(config, dry_run, registered, until)
@@ -271,7 +275,13 @@ def validate(
         does_divide = does_divide and passes(engine_layout, config)
         does_divide = does_divide and (not declared.trained_roles or passes(plan_from_config, hf, config))
     elif declared.has_rollout:
-        passes(lambda: check_replay(config, hf, model_folders.vocabulary_hash(config.model.path), until))
+        vocab_hash = model_folders.vocabulary_hash(config.model.path)
+        passes(check_replay, config, hf, vocab_hash, until, declared.needs_greedy, stage)
+        if config.data.eval and config.run.eval_every:
+            warnings.append(
+                "run.eval_every with rollout.replay: nothing is evaluated, because no engine answers the prompts of "
+                "data.eval; evaluate checkpoints with `python -m megarl.eval`"
+            )
     for role, model in served.engine_configs.items():
         does_divide = passes(checks.check_role_engine, model, config, role) and does_divide
         if (policy := split_role(role)[1]) and does_divide:
@@ -320,8 +330,9 @@ def _validate_stages(
     warnings: list[str] = []
     facts: list[tuple[str, str]] = []
     previous = config
-    for step, staged in stages.items():
-        report = validate(replace(staged, stages={}), dry_run, registered, until)
+    ends = [*list(stages)[1:], config.run.num_rollout + 1]
+    for (step, staged), end in zip(stages.items(), ends, strict=True):
+        report = validate(replace(staged, stages={}), dry_run, registered, until, range(step, end))
         prefix = f"from step {step} on: " if step > 1 else ""
         errors += [f"{prefix}{text}" for text in report.errors if text not in errors]
         warnings += [f"{prefix}{text}" for text in report.warnings if text not in warnings]
@@ -332,7 +343,7 @@ def _validate_stages(
         previous = staged
     if errors:
         return Report(errors, warnings)
-    largest = validate(replace(planned, stages={}), dry_run, registered, until)
+    largest = validate(replace(planned, stages={}), dry_run, registered, until, range(0))
     return replace(largest, errors=errors, warnings=warnings, facts=largest.facts | {"stages": facts})
 
 

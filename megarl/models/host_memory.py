@@ -115,7 +115,7 @@ def bytes_by_phase(
         }
         if mask_bytes:  # the batch holds masks of all tokens in addition
             base["records of sampling"] = machine_tokens * mask_bytes * (2 if columns else 1)
-        if config.rollout.asynchronous and config.rollout.max_staleness:
+        if config.rollout.asynchronous and config.rollout.max_staleness and not config.rollout.replay:
             pending = config.rollout.max_staleness * machine_tokens * (TOKEN_BYTES + FLOAT_BYTES + record + mask_bytes)
             base["rollouts of later steps"] = pending
         return base | {"columns of the batch": machine_tokens * columns}

@@ -14,6 +14,9 @@ from functools import cache
 from math import ceil, prod
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from megarl.config import Config, LoraConfig, ParallelConfig, RolloutConfig
 from megarl.models import int4
 from megarl.models.activation_memory import DTYPE_BYTES, layer_elements, logits_bytes, megatron_settings, training_bytes
@@ -167,8 +170,9 @@ def plan_memory(
     lead_stages: Sequence[InferenceStage | TrainedStage] = inference.get(lead) or trained.get(lead) or ()
     layers = [stage.layers for stage in lead_stages] or [()]
     models: dict[str, Sequence[InferenceStage | TrainedStage]] = {**trained, **inference}
-    stage_by_rank = {
-        role: _stage_by_rank(placement.ranks_of(role), len(models.get(role, layers)))
+    local_ranks = np.array(sorted(ranks))
+    local_stages = {  # [local ranks]
+        role: _stage_by_rank(placement.ranks_of(role), len(models.get(role, layers)), placement.world)[local_ranks]
         for role in (lead, *models)
         if role in local_roles
     }
@@ -177,11 +181,11 @@ def plan_memory(
     for stage, stage_layer_ids in enumerate(layers):
         states: dict[str, int] = {}
         training = {"activations": 0, "logits": 0, "micro-batches": 0} if computes else {}
-        stage_ranks = [rank for rank in ranks if stage_by_rank[lead][rank] == stage]
-        if not stage_ranks:
+        in_stage = local_stages[lead] == stage
+        if not in_stage.any():
             continue
         for role, model_stages in trained.items():
-            numbers = {stage_by_rank[role][rank] for rank in stage_ranks if rank in stage_by_rank[role]}
+            numbers = set(local_stages[role][in_stage].tolist()) - {_ELSEWHERE}
             if not numbers:
                 continue
             largest = max((model_stages[number] for number in numbers), key=lambda part: sum(part.states.values()))
@@ -195,7 +199,7 @@ def plan_memory(
             training["logits"] = logits_bytes(model["vocab_size"], model["hidden_size"], tp, tokens, at_once, size)
         generation, weight_sync, host = dict(engine), {}, checkpoint_copy(config, states, trained)
         for role in (role for role in inference if role in local_roles):
-            numbers = {stage_by_rank[role][rank] for rank in stage_ranks if rank in stage_by_rank[role]}
+            numbers = set(local_stages[role][in_stage].tolist()) - {_ELSEWHERE}
             if not numbers:
                 continue
             fullest = max((inference[role][number] for number in numbers), key=lambda part: part.weights)
@@ -263,9 +267,16 @@ def engine_parts(hf: HFConfig, rollout: RolloutConfig, size: int) -> dict[str, i
     return parts
 
 
-def _stage_by_rank(members: Sequence[int], count: int) -> dict[int, int]:
-    """Return the pipeline stage of each rank of a model with `count` stages, which are runs of consecutive ranks."""
-    return {rank: index * count // len(members) for index, rank in enumerate(members)}
+_ELSEWHERE = -1
+
+
+@cache
+def _stage_by_rank(members: tuple[int, ...], count: int, world: int) -> NDArray[np.int64]:
+    """Return [world] the pipeline stage of each rank in a model with `count` stages, which are runs of consecutive
+    members; `_ELSEWHERE` for ranks without it."""
+    stages = np.full(world, _ELSEWHERE)
+    stages[list(members)] = np.arange(len(members)) * count // len(members)
+    return stages
 
 
 def _trained_stages(hf: HFConfig, config: Config, role: str, tokens: int) -> list[TrainedStage]:

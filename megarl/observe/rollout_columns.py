@@ -1,18 +1,19 @@
 """Columns of recorded rollouts. `rollout_table` converts between rollouts and rows.
 
 A file is compressed parquet, readable as it is by pandas, polars and duckdb, with one row per rollout. Per-token
-columns hold the tokens of all turns concatenated; `turn_lengths` splits them. The routing and support columns are null
-if not recorded or if `track.save_replay_data` is off. Files of earlier formats lack later columns, which are read as
-null. JSON is `exact_json`: NaN is {"float": "nan"}. In plain strings a lone surrogate, which parquet cannot hold, is
-written as \\ud800. The file's metadata have `megarl.format`, `megarl.step`, `megarl.total` (rollouts of the whole step,
-over the files of all ranks) and `megarl.vocabulary` (a hash of the tokenizer's vocabulary).
+columns hold the tokens of all turns concatenated; `turn_lengths` splits them. `TRAINER_COLUMNS` are null if not
+recorded or if `track.save_replay_data` is off. Files of earlier formats lack later columns, which are read as null.
+JSON is `exact_json`: NaN is {"float": "nan"}. In plain strings a lone surrogate, which parquet cannot hold, is written
+as \\ud800. The file's metadata have `megarl.format`, `megarl.step`, `megarl.total` (rollouts of the whole step, over
+the files of all ranks), `megarl.vocabulary` (a hash of the tokenizer's vocabulary) and `megarl.generation` (JSON, see
+`rollout_table.StepGeneration`).
 """
 
 from __future__ import annotations
 
 import pyarrow as pa
 
-FORMAT = 6
+FORMAT = 7
 """Version of the file format; changes with the columns."""
 
 
@@ -64,14 +65,26 @@ _COLUMNS: tuple[tuple[str, pa.DataType, bool], ...] = (
     # Tokens before a policy turn that the engine had cached when the turn was requested; -1 for other turns, and if the
     # engine did not report it
     ("turn_cached_tokens", INTS, NULL),
+    ("call", INT, NULL),  # which of the step's generations, from 0; null if the algorithm made the rollout itself
+    ("greedy", BOOL, NULL),  # whether that generation was greedy
+    # JSON, the environment's part of the reward as it was before weighting: {"reward", "parts", "turns"} or {"failure"}
+    ("env_reward", TEXT, NULL),
+    # Seven numbers per image, null without any: its turn (-1: the prompt as in the data), the start and the number of
+    # its tokens, times, rows and columns of its patches, and the index of its file among the `image_files` of all rows
+    # (-1: not recorded)
+    ("images", INTS, NULL),
+    ("image_files", _list(pa.large_binary()), NULL),  # the encoded files that no earlier row of this file has
+    ("sparse_indices", pa.large_binary(), NULL),  # keys chosen by sparse attention (`train.sparse_index_replay`)
+    ("sparse_shape", INTS, NULL),  # its tokens, layers with an indexer, and keys per token; 2 or 4 bytes per key
 )
 SCHEMA = pa.schema([pa.field(name, data_type, nullable=nullable) for name, data_type, nullable in _COLUMNS])
-TRAINER_COLUMNS = ("routing", "support_counts", "support_ids")
+TRAINER_COLUMNS = ("routing", "support_counts", "support_ids", "image_files", "sparse_indices")
 """Columns that only a trainer reads; they may be larger than all others together."""
 COLUMNS_SINCE_FORMAT: dict[int, tuple[str, ...]] = {
-    4: ("routing_shape", *TRAINER_COLUMNS),
+    4: ("routing_shape", "routing", "support_counts", "support_ids"),
     5: ("branch", "forks", "drift", "trainer_logprobs", "unreplayed_logprobs"),
     6: ("turn_cached_tokens",),
+    7: ("call", "greedy", "env_reward", "images", "image_files", "sparse_indices", "sparse_shape"),
 }
 """Columns by the format that introduced them. All other columns exist since format 3, the oldest that is read."""
 DICTIONARY_COLUMNS = [name for name, data_type, _ in _COLUMNS if data_type == TEXT and name != "messages"]

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,14 +24,21 @@ import pyarrow.parquet as pq
 
 from megarl.config import ConfigError
 from megarl.observe.rollout_columns import COLUMNS_SINCE_FORMAT, DICTIONARY_COLUMNS, FORMAT, SCHEMA, TRAINER_COLUMNS
-from megarl.observe.rollout_table import Record, TrainerLogprobs, iter_table_rows, to_batch, to_record
+from megarl.observe.rollout_table import (
+    Record,
+    StepGeneration,
+    TrainerLogprobs,
+    iter_table_rows,
+    to_batch,
+    to_record,
+)
 from megarl.types import Rollout
 from megarl.utils.text import one_line
 
 ROW_GROUP_TOKENS = 1 << 20
 """Tokens per row group. While a row group is written, it is held in memory twice."""
 TOKEN_BYTES = 12
-"""Bytes of a token with its log-prob and advantage; routing and sampling masks count as a token per so many bytes."""
+"""Bytes of a token with its log-prob and advantage; `TRAINER_COLUMNS` count as a token per so many bytes."""
 
 
 def step_folder(run_dir: str | Path, step: int) -> Path:
@@ -94,7 +100,7 @@ class RolloutLog:
     Args:
         warn: called by `write`, `drain` and `close`, on the caller's thread, with the first failure to write. Nothing
             is raised, and later failures are silent.
-        save_replay_data: whether to write routing and sampling masks (`TRAINER_COLUMNS`).
+        save_replay_data: whether to write `TRAINER_COLUMNS`.
         vocab_hash: hash of the tokenizer's vocabulary.
     """
 
@@ -120,6 +126,8 @@ class RolloutLog:
         rollouts: Sequence[Rollout],
         advantages: Sequence[np.ndarray | None] | None = None,
         trainer_logprobs: Sequence[TrainerLogprobs | None] | None = None,
+        calls: Sequence[int | None] | None = None,
+        generation: StepGeneration | None = None,
     ) -> None:
         """Queue this rank's rollouts of a step for writing. Call once per step.
 
@@ -131,16 +139,14 @@ class RolloutLog:
             numbers: index of each rollout in the step.
             advantages: [tokens] float32 per rollout, None for a rollout that was not trained on.
             trainer_logprobs: trainer log-probs per rollout, likewise.
+            calls: which of the step's generations each rollout is of, which `generation` describes.
         """
         self.drain()
         if rollouts:
-            if not self._save_replay_data:
-                rollouts = [
-                    replace(rollout, routing=None, sparse_indices=None, sampling_mask=None) for rollout in rollouts
-                ]
             file = part_file(self._run_dir, step, self._rank)
+            columns = numbers, rollouts, advantages, self._vocab_hash, trainer_logprobs, calls
             self._pending_write = self._thread.submit(
-                write_part, file, step, total, numbers, rollouts, advantages, self._vocab_hash, trainer_logprobs
+                write_part, file, step, total, *columns, generation, self._save_replay_data
             )
 
     def drain(self) -> None:
@@ -171,15 +177,22 @@ def write_part(
     advantages: Sequence[np.ndarray | None] | None = None,
     vocab_hash: str = "",
     trainer_logprobs: Sequence[TrainerLogprobs | None] | None = None,
+    calls: Sequence[int | None] | None = None,
+    generation: StepGeneration | None = None,
+    save_replay_data: bool = True,
 ) -> None:
     """Write some of a step's rollouts to `file`, which appears atomically. Arguments as for `RolloutLog.write`.
 
     Raises OSError, and ValueError or OverflowError for values that the columns cannot hold.
     """
+    generation = generation or StepGeneration()
     metadata = {"megarl.format": FORMAT, "megarl.step": step, "megarl.total": total, "megarl.vocabulary": vocab_hash}
+    metadata["megarl.generation"] = generation.to_json()
     schema = SCHEMA.with_metadata({name: str(value) for name, value in metadata.items()})
     advantages = [None] * len(rollouts) if advantages is None else advantages
     trainer_logprobs = [None] * len(rollouts) if trainer_logprobs is None else trainer_logprobs
+    calls = [None] * len(rollouts) if calls is None else calls
+    image_numbers: dict[bytes, int] = {}
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f".{file.name}")  # readers of whole folders skip dot files
     try:
@@ -187,7 +200,12 @@ def write_part(
             partial.absolute(), schema, compression="zstd", use_dictionary=DICTIONARY_COLUMNS, write_page_checksum=True
         ) as writer:
             for rows in _split_row_groups(rollouts):
-                writer.write_batch(to_batch(numbers[rows], rollouts[rows], advantages[rows], trainer_logprobs[rows]))
+                values = advantages[rows], trainer_logprobs[rows], calls[rows]
+                writer.write_batch(
+                    to_batch(
+                        *(numbers[rows], rollouts[rows], *values, generation.greedy, image_numbers, save_replay_data)
+                    )
+                )
         partial.replace(file)
     except BaseException:
         partial.unlink(missing_ok=True)
@@ -196,11 +214,15 @@ def write_part(
 
 def _split_row_groups(rollouts: Sequence[Rollout]) -> Iterator[slice]:
     start = tokens = 0
+    images: set[bytes] = set()
     for end, rollout in enumerate(rollouts, 1):
         mask = rollout.sampling_mask
         num_bytes = 0 if rollout.routing is None else rollout.routing.nbytes
         num_bytes += 0 if rollout.sparse_indices is None else rollout.sparse_indices.nbytes
         num_bytes += 0 if mask is None else mask.counts.nbytes + mask.ids.nbytes
+        new_images = {image.data for image in rollout.images} - images
+        num_bytes += sum(map(len, new_images))
+        images |= new_images
         tokens += rollout.num_tokens + num_bytes // TOKEN_BYTES
         if tokens >= ROW_GROUP_TOKENS or end == len(rollouts):
             yield slice(start, end)
@@ -220,7 +242,7 @@ def read_rollouts(
     Args:
         rank, world: return only the rollouts written by ranks congruent to `rank` modulo `world`, so that a smaller
             world covers the files of a larger one.
-        include_trainer_columns: include `TRAINER_COLUMNS`: routing and sampling masks.
+        include_trainer_columns: include `TRAINER_COLUMNS`.
     """
     return [record.rollout for record in read_records(run_dir, step, rank, world, include_trainer_columns)]
 
@@ -243,9 +265,12 @@ def read_records(
     for part in open_complete_parts(run_dir, step):
         if int(part.path.stem.removeprefix("rank_")) % world != rank:
             continue
+        image_files: list[bytes] = []
         for number, row in enumerate(iter_rows(part, names)):
+            if (new_files := row.get("image_files")) is not None:
+                image_files += new_files.tolist()
             try:
-                records.append(to_record(row))
+                records.append(to_record(row, image_files))
             except (TypeError, ValueError) as error:
                 raise ConfigError(f"{part.path}, row {number}, is not a recorded rollout: {error}") from None
     return sorted(records, key=lambda record: record.number)

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import pyarrow as pa
 import torch
 
-from megarl.observe.rollout_columns import SCHEMA
-from megarl.types import Branch, Prompt, Rollout, SamplingMask, Status, Turn, no_logprobs
+from megarl.observe.rollout_columns import SCHEMA, TRAINER_COLUMNS
+from megarl.types import (
+    Branch,
+    Prompt,
+    RewardFailure,
+    RewardResult,
+    Rollout,
+    SamplingMask,
+    Status,
+    Turn,
+    no_logprobs,
+)
 from megarl.types.arrays import concat
+from megarl.types.image_tokens import Grid, Image
+from megarl.types.reward_values import parse_reward
 from megarl.utils import exact_json
 
 _PLAIN_FIELDS = ("status", "seed", "group", "episode", "tool_calls", "tool_errors", "drafted", "accepted")
@@ -28,6 +41,29 @@ class TrainerLogprobs(NamedTuple):
     unreplayed: np.ndarray | None = None
 
 
+@dataclass(frozen=True)
+class StepGeneration:
+    """How a step's rollouts were generated; in the metadata of each of its files."""
+
+    greedy: tuple[bool, ...] = ()
+    """By call of `generate`: whether it was greedy."""
+    version: int = -1
+    """Version of the policy's weights at the first call."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the rollout worker, such as staleness and failed tool calls."""
+
+    def to_json(self) -> str:
+        return exact_json.dumps(vars(self))
+
+    @staticmethod
+    def from_json(text: str) -> StepGeneration | None:
+        """Parse `to_json`; None for files of earlier formats, which lack it. Raises ValueError."""
+        if not text:
+            return None
+        tree = exact_json.loads(text)
+        return StepGeneration(tuple(map(bool, tree["greedy"])), int(tree["version"]), dict(tree["metrics"]))
+
+
 class Record(NamedTuple):
     """A recorded rollout with its training values."""
 
@@ -39,6 +75,8 @@ class Record(NamedTuple):
     advantages: np.ndarray | None
     """[tokens] float32, all turns concatenated."""
     trainer_logprobs: TrainerLogprobs | None = None
+    call: int | None = None
+    """Which of the step's generations it is of; None in earlier formats, and if the algorithm made it itself."""
 
 
 # --- rollouts to rows -----------------------------------------------------------------------------------------
@@ -49,12 +87,22 @@ def to_batch(
     rollouts: Sequence[Rollout],
     advantages: Sequence[np.ndarray | None],
     trainer_logprobs: Sequence[TrainerLogprobs | None],
+    calls: Sequence[int | None],
+    greedy: Sequence[bool],
+    image_numbers: dict[bytes, int],
+    save_replay_data: bool = True,
 ) -> pa.RecordBatch:
     """Convert rollouts to a record batch with one row each.
 
     `advantages` and `trainer_logprobs` have one value per token of each rollout. Raises ValueError or OverflowError for
     values that the columns cannot hold.
+
+    Args:
+        calls: which of the step's generations each rollout is of. greedy: by call.
+        image_numbers: the index of each image in the file so far; updated.
+        save_replay_data: whether to fill `TRAINER_COLUMNS`.
     """
+    without = {} if save_replay_data else dict.fromkeys((*TRAINER_COLUMNS, "routing_shape", "sparse_shape"))
     prompts = {id(rollout.prompt): rollout.prompt for rollout in rollouts}  # samples share a prompt object
     prompt_columns = {key: _prompt_columns(prompt) for key, prompt in prompts.items()}
     rows = [
@@ -62,9 +110,15 @@ def to_batch(
             "number": number,
             **prompt_columns[id(rollout.prompt)],
             **_rollout_columns(rollout),
+            **_image_columns(rollout, image_numbers if save_replay_data else None),
             **_training_columns(rollout, values, trainer),
+            "call": call,
+            "greedy": None if call is None else greedy[call],
+            **without,
         }
-        for number, rollout, values, trainer in zip(numbers, rollouts, advantages, trainer_logprobs, strict=True)
+        for number, rollout, values, trainer, call in zip(
+            numbers, rollouts, advantages, trainer_logprobs, calls, strict=True
+        )
     ]
     return pa.RecordBatch.from_pylist(rows, schema=SCHEMA)
 
@@ -82,6 +136,7 @@ def _prompt_columns(prompt: Prompt) -> dict[str, Any]:
 
 def _rollout_columns(rollout: Rollout) -> dict[str, Any]:
     turns, prompt, mask, branch = rollout.turns, rollout.prompt, rollout.sampling_mask, rollout.branch
+    indices = rollout.sparse_indices
     logprobs = [turn.logprobs if turn.is_action else np.zeros(len(turn.token_ids), np.float32) for turn in turns]
     versions = {str(number): turn.versions for number, turn in enumerate(turns) if turn.versions}
     starts_with_prompt = bool(turns) and np.array_equal(prompt.token_ids, turns[0].token_ids)
@@ -106,10 +161,34 @@ def _rollout_columns(rollout: Rollout) -> dict[str, Any]:
         "routing_shape": None if rollout.routing is None else list(rollout.routing.shape),
         "support_counts": None if mask is None else mask.counts.numpy(),
         "support_ids": None if mask is None else mask.ids.numpy(),
+        "sparse_indices": None if indices is None else _tensor_bytes(indices),
+        "sparse_shape": None if indices is None else list(indices.shape),
+        "env_reward": None if rollout.env_reward is None else exact_json.dumps(_reward_tree(rollout.env_reward)),
         "branch": None if branch is None else branch.number,
         "forks": None if branch is None else branch.forks,
         "drift": None if branch is None else branch.has_drifted,
     }
+
+
+def _reward_tree(reward: RewardResult) -> dict[str, Any]:
+    return {"failure": reward.reason} if isinstance(reward, RewardFailure) else vars(reward)
+
+
+def _image_columns(rollout: Rollout, numbers: dict[bytes, int] | None) -> dict[str, Any]:
+    """Return the places of a rollout's images, and the files that `numbers`, which is extended, does not contain.
+
+    numbers: None to leave out the files.
+    """
+    spans: list[int] = []
+    files = []
+    for turn, images in enumerate((rollout.prompt.images, *(turn.images for turn in rollout.turns)), -1):
+        for image in images:
+            if numbers is not None and image.data not in numbers:
+                numbers[image.data] = len(numbers)
+                files.append(image.data)
+            number = -1 if numbers is None else numbers[image.data]
+            spans += turn, image.start, image.num_tokens, *image.grid, number
+    return {"images": spans, "image_files": files} if spans else {"images": None, "image_files": None}
 
 
 def _training_columns(
@@ -150,14 +229,17 @@ def iter_table_rows(table: pa.Table) -> Iterator[dict[str, Any]]:
         yield dict(zip(table.column_names, values, strict=True))
 
 
-def to_record(row: dict[str, Any]) -> Record:
+def to_record(row: dict[str, Any], image_files: Sequence[bytes] = ()) -> Record:
     """Convert a row back to a record.
 
     Values are None if the row lacks their columns, be it `TRAINER_COLUMNS` or columns newer than its format. Raises
     ValueError for an invalid row.
+
+    image_files: the `image_files` of the file's rows up to this one; without any, the rollout has no images.
     """
     check_turns(row)
-    tokens, turns = row["token_ids"], _read_turns(row)
+    images = _read_images(row, image_files)
+    tokens, turns = row["token_ids"], _read_turns(row, images)
     for name in ("advantages", "trainer_logprobs", "unreplayed_logprobs"):
         if (values := row.get(name)) is not None and len(values) != len(tokens):
             raise ValueError(f"{len(values)} {name} for a rollout of {len(tokens)} tokens")
@@ -174,6 +256,7 @@ def to_record(row: dict[str, Any]) -> Record:
         ground_truth=_load_json(row, "ground_truth"),
         tools=tuple(_load_json(row, "tools", list)),
         extra=_load_json(row, "extra", dict),
+        images=images.get(-1, ()),
     )
     branch = [row.get(name) for name in ("branch", "forks", "drift")]
     rollout = Rollout(
@@ -185,16 +268,40 @@ def to_record(row: dict[str, Any]) -> Record:
         reward_parts=reward_parts,
         unscored=unscored,
         routing=_read_routing(row, len(tokens)),
+        sparse_indices=_read_sparse_indices(row, len(tokens)),
         sampling_mask=_read_sampling_mask(row),
+        env_reward=_read_env_reward(row),
         branch=None if None in branch else Branch(*branch),  # type: ignore[arg-type]
         **{name: row[name] for name in _PLAIN_FIELDS},
     )
     trainer_logprobs = row.get("trainer_logprobs")
     trainer = None if trainer_logprobs is None else TrainerLogprobs(trainer_logprobs, row.get("unreplayed_logprobs"))
-    return Record(row["number"], rollout, row["advantage"], row["advantages"], trainer)
+    return Record(row["number"], rollout, row["advantage"], row["advantages"], trainer, row.get("call"))
 
 
-def _read_turns(row: dict[str, Any]) -> tuple[Turn, ...]:
+def _read_images(row: dict[str, Any], files: Sequence[bytes]) -> dict[int, tuple[Image, ...]]:
+    """Return the images by turn, those of the prompt as in the data under -1."""
+    spans = row.get("images")
+    if spans is None or not files:
+        return {}
+    if len(spans) % 7 or spans.min() < -1 or (len(spans) and spans[6::7].max() >= len(files)):
+        raise ValueError(f"its images refer to {len(files)} files by {spans.tolist()[:21]}")
+    images: dict[int, tuple[Image, ...]] = {}
+    for turn, start, num_tokens, t, h, w, number in spans.reshape(-1, 7).tolist():
+        images[turn] = (*images.get(turn, ()), Image(files[number], Grid(t, h, w), num_tokens, start))
+    return images
+
+
+def _read_env_reward(row: dict[str, Any]) -> RewardResult | None:
+    if row.get("env_reward") is None:
+        return None
+    tree = _load_json(row, "env_reward", dict)
+    if "failure" in tree:
+        return RewardFailure(str(tree["failure"]))
+    return parse_reward(tree, int(row["turn_is_action"].sum()), "the environment")
+
+
+def _read_turns(row: dict[str, Any], images: Mapping[int, tuple[Image, ...]]) -> tuple[Turn, ...]:
     tokens, logprobs = row["token_ids"], row["logprobs"]
     ends = np.cumsum(row["turn_lengths"], dtype=np.int64).tolist()
     if not ends[-1] == len(tokens) == len(logprobs):
@@ -211,20 +318,35 @@ def _read_turns(row: dict[str, Any]) -> tuple[Turn, ...]:
     ):
         versions = tuple((int(span_version), int(count)) for span_version, count in spans.get(str(number), ()))
         turn_logprobs = logprobs[start:end] if is_action else no_logprobs()
-        turns.append(Turn(tokens[start:end], turn_logprobs, is_action, version, versions, reward, num_cached))
+        turn_images = images.get(number, ())
+        turns.append(
+            Turn(tokens[start:end], turn_logprobs, is_action, version, versions, reward, num_cached, turn_images)
+        )
     return tuple(turns)
 
 
 def _read_routing(row: dict[str, Any], tokens: int) -> torch.Tensor | None:
-    content, shape = row.get("routing"), row.get("routing_shape")
+    return _read_tensor("routing", row.get("routing"), row.get("routing_shape"), tokens, (torch.uint8, torch.int16))
+
+
+def _read_sparse_indices(row: dict[str, Any], tokens: int) -> torch.Tensor | None:
+    dtypes = torch.int16, torch.int32
+    return _read_tensor("record of sparse indices", row.get("sparse_indices"), row.get("sparse_shape"), tokens, dtypes)
+
+
+def _read_tensor(
+    name: str, content: np.ndarray | None, shape: np.ndarray | None, tokens: int, dtypes: Sequence[torch.dtype]
+) -> torch.Tensor | None:
+    """Return a [recorded tokens, layers, topk] tensor of the one of `dtypes` that its bytes fit."""
     if content is None:
         return None
     size = 0 if shape is None or len(shape) != 3 or shape.min() < 0 else int(np.prod(shape, dtype=np.int64))
-    if shape is None or len(content) not in (size, 2 * size) or shape[0] > tokens:
+    dtype = next((dtype for dtype in dtypes if len(content) == size * dtype.itemsize), None)
+    if shape is None or dtype is None or shape[0] > tokens:
         shape_list = None if shape is None else shape.tolist()
-        raise ValueError(f"its routing has {len(content)} bytes, for {tokens} tokens and a shape of {shape_list}")
-    routing = torch.from_numpy(content.copy())  # a copy, so as not to keep the whole row group in memory
-    return (routing if len(content) == size else routing.view(torch.int16)).view(shape.tolist())
+        raise ValueError(f"its {name} has {len(content)} bytes, for {tokens} tokens and a shape of {shape_list}")
+    values = torch.from_numpy(content.copy())  # a copy, so as not to keep the whole row group in memory
+    return values.view(dtype).view(shape.tolist())
 
 
 def _read_sampling_mask(row: dict[str, Any]) -> SamplingMask | None:

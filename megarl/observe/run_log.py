@@ -22,13 +22,14 @@ from megarl.observe.progress import Progress
 from megarl.observe.rollout_log import RolloutLog, remove_after
 from megarl.observe.rollout_table import TrainerLogprobs
 from megarl.observe.run_folder import Change, RunFolder, claim, redact_config
+from megarl.observe.step_record import GenerateCall, StepRecord, make_step_record
 from megarl.observe.tracker import Tracker
 from megarl.observe.trackers.adapter import make_rows
 from megarl.observe.webhook import Webhook, resolve_webhook
 from megarl.parallel import ranks
 from megarl.rewards.composite import summarize_unscored
 from megarl.rollout.aborted import summarize_aborts
-from megarl.types import Rollouts, TrainBatch
+from megarl.types import Rollout, Rollouts, TrainBatch
 
 
 class RunLog:
@@ -102,6 +103,7 @@ class RunLog:
                     ) from None
 
         self._on_lead(begin)
+        self._last_recorded_step = step
         pending_lines, self._pending_lines = self._pending_lines or [], None
         for text in pending_lines:
             self._append_line(text)
@@ -180,13 +182,17 @@ class RunLog:
         rollouts: Rollouts | None = None,
         batch: TrainBatch | None = None,
         trained: Rollouts | None = None,
+        calls: Sequence[GenerateCall] = (),
+        generation_metrics: Mapping[str, float] | None = None,
     ) -> dict[str, float]:
-        """Check the guards, record the step's rollouts in the background, and log its metrics.
+        """Check the guards, record the step's rollouts in the background, and log its metrics. Collective.
 
         Args:
             rollouts: the step's rollouts; each rank records its local ones.
             batch: the training batch, made of the `trained` rollouts in their order.
             trained: rollouts that were trained on; all by default.
+            calls: what the step generated; recorded, too, also what is not among the `rollouts`.
+            generation_metrics: metrics of the rollout worker, for a replay.
 
         Returns:
             The metrics with those of the guards.
@@ -197,21 +203,22 @@ class RunLog:
         metrics = {**metrics, **self.guards.check(step, metrics)}
         if rollouts is not None and self._rollouts is not None:
             trained = rollouts if trained is None else trained
-            self._record(step, rollouts, *(() if batch is None else split_batch(batch, trained, rollouts)))
+            record = make_step_record(calls, rollouts, generation_metrics)
+            self._record(step, record, *(() if batch is None else split_batch(batch, trained, record.rollouts)))
         if self._tracker is not None:
             self._log_step(self._tracker, step, metrics, rollouts)
         self.guards.raise_if_stopped()
         return metrics
 
-    def record_failed_step(self, step: int, parts: Sequence[Rollouts]) -> None:
-        """Record the rollouts sampled so far by a step that failed, so that it can be replayed. Not collective."""
-        if parts and step > self._last_recorded_step:
-            self._record(step, Rollouts.concat(parts))
+    def record_failed_step(self, step: int, calls: Sequence[GenerateCall]) -> None:
+        """Record what a step that failed has generated, so that it can be replayed. Not collective."""
+        if calls and step > self._last_recorded_step:
+            self._record(step, make_step_record(calls))
 
-    def _record(self, step: int, rollouts: Rollouts, *batch_values: Any) -> None:
+    def _record(self, step: int, record: StepRecord, advantages: Any = None, trainer_logprobs: Any = None) -> None:
         if self._rollouts is not None:
-            numbers = rollouts.local_indices.tolist()
-            self._rollouts.write(step, len(rollouts), numbers, rollouts.local, *batch_values)
+            values = advantages, trainer_logprobs, record.calls, record.generation
+            self._rollouts.write(step, record.total, record.numbers, record.rollouts, *values)
             self._last_recorded_step = step
 
     def _log_step(self, tracker: Tracker, step: int, metrics: Mapping[str, float], rollouts: Rollouts | None) -> None:
@@ -287,9 +294,9 @@ class RunLog:
 
 
 def split_batch(
-    batch: TrainBatch, trained: Rollouts, rollouts: Rollouts
+    batch: TrainBatch, trained: Rollouts, rollouts: Sequence[Rollout]
 ) -> tuple[list[np.ndarray | None], list[TrainerLogprobs | None]]:
-    """Return advantages ([tokens] float32) and trainer log-probs per local rollout, as views of the batch.
+    """Return advantages ([tokens] float32) and trainer log-probs of each rollout, as views of the batch.
 
     None for rollouts that were not trained on, and if they were not computed.
 
@@ -301,7 +308,7 @@ def split_batch(
     def split(column: torch.Tensor | None) -> list[np.ndarray | None]:
         parts = [] if column is None else np.split(column.numpy(), ends)
         values_by_id = dict(zip(map(id, trained.local), parts, strict=False))
-        return [values_by_id.get(id(rollout)) for rollout in rollouts.local]
+        return [values_by_id.get(id(rollout)) for rollout in rollouts]
 
     logprobs, unreplayed = (
         split(None if column is None else torch.where(batch.loss_mask, column, 0.0))

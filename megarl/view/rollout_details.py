@@ -97,7 +97,7 @@ class TokenDecoder:
 
 _SCALAR_COLUMNS = (
     *("number", "group", "episode", "status", "failure", "reward", "advantage", "logprob", "tool_calls", "tool_errors"),
-    *("seed", "id", "data_source", "branch", "forks", "drift"),
+    *("seed", "id", "data_source", "branch", "forks", "drift", "greedy"),
 )
 _JSON_COLUMNS = ("reward_parts", "unscored", "ground_truth", "turn_versions", "messages")
 _TURN_COLUMNS = ("turn_lengths", "turn_is_action", "turn_weight_version", "turn_rewards", "turn_cached_tokens")

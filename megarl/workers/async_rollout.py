@@ -129,6 +129,8 @@ class RolloutStream:
         """Position of the loader after the last request."""
         self._step = 0
         """Step of the last request."""
+        self._staleness_counts = torch.zeros(0, dtype=torch.int64)
+        """Tokens of the step so far by their staleness."""
         self._restored: list[Group] = []
         """Groups of this engine's file in the checkpoint, until the stream starts."""
         self.metrics: dict[str, float] = {}
@@ -173,9 +175,10 @@ class RolloutStream:
             self._start(samples, version, count)
         self._position = self._loader.position
         rollout, run = self._config.rollout, self._config.run
-        if step != self._step and rollout.oversample > 1:
-            self.metrics["rollout/partial_groups"] = float(self._num_pending)
-        self._step = step
+        if step != self._step:
+            self._step, self._staleness_counts = step, torch.zeros(0, dtype=torch.int64)
+            if rollout.oversample > 1:
+                self.metrics["rollout/partial_groups"] = float(self._num_pending)
         ahead = min(rollout.max_staleness, run.num_rollout - step) if rollout.asynchronous else 0
         self._admit_until(first, self._position - count + self._max_pending(count, ahead))
         self._num_pending -= count
@@ -240,7 +243,11 @@ class RolloutStream:
         table = self._comm.all_gather_rows(torch.tensor(rows, dtype=torch.float64).reshape(-1, 8))
         offered, busy, age_sum, oldest, groups, interrupted, restarted, stale = table.T
         self.lost_counts = int(interrupted.sum()), int(restarted.sum())
-        self.metrics |= staleness_metrics(rollouts) | {
+        counts = count_staleness(rollouts)
+        longer, shorter = sorted((counts, self._staleness_counts), key=len, reverse=True)
+        longer[: len(shorter)] += shorter
+        self._staleness_counts = longer
+        self.metrics |= staleness_metrics(longer) | {
             "rollout/group_age_s_mean": float(age_sum.sum()) / max(1.0, float(groups.sum())),
             "rollout/group_age_s_max": max(oldest.tolist(), default=0.0),
         }
@@ -291,8 +298,8 @@ class RolloutStream:
         self._num_pending = sum(self._comm.all_gather_objects(len(self._restored)))
 
 
-def staleness_metrics(rollouts: Rollouts) -> dict[str, float]:
-    """Return mean, median, 95th percentile and maximum of the staleness of the policy's tokens, in weight versions.
+def count_staleness(rollouts: Rollouts) -> torch.Tensor:
+    """Return [versions] int64, the number of the policy's tokens by their staleness in weight versions.
 
     The same on all ranks. Collective.
     """
@@ -301,7 +308,11 @@ def staleness_metrics(rollouts: Rollouts) -> dict[str, float]:
         for turn in rollout.turns:
             for version, tokens in turn.version_spans if turn.is_action else ():
                 counts[max(0, rollouts.version - version)] += tokens
-    counts = rollouts.comm.all_reduce(counts)
+    return rollouts.comm.all_reduce(counts)
+
+
+def staleness_metrics(counts: torch.Tensor) -> dict[str, float]:
+    """Return mean, median, 95th percentile and maximum of the staleness of tokens. counts: from `count_staleness`."""
     tokens = max(1, int(counts.sum()))
     cumulative = counts.cumsum(0)
     stats = {"mean": int((counts * torch.arange(len(counts))).sum()) / tokens}

@@ -199,7 +199,7 @@ class RewardWorker(Worker):
         return scored
 
     def _env_results(self, rollout: Rollout) -> dict[str, RewardResult]:
-        """Return the environment's part of the reward; for a replayed rollout, the recorded one."""
+        """Return the environment's part of the reward; for a rollout of an early recording, its value alone."""
         if rollout.env_reward is not None:
             return {composite.PART: rollout.env_reward}
         if self.config.rollout.replay and composite.PART in rollout.reward_parts:

@@ -16,8 +16,8 @@ from megarl.engine.tool_calls import check_parser
 from megarl.models.routing import routing_shape
 from megarl.models.sparse_indices import index_shape
 from megarl.observe.clock import REMOTE, WAIT
-from megarl.observe.replayed_rollouts import ReplaySource, needs_trainer_columns
-from megarl.observe.rollout_log import read_records
+from megarl.observe.replayed_rollouts import ReplayedStep
+from megarl.observe.step_record import GenerateCall
 from megarl.parallel import ranks, row_exchange
 from megarl.parallel.kv_store import KVStore
 from megarl.parallel.placement import split_role
@@ -50,8 +50,9 @@ class RolloutWorker(Worker):
         self.should_check_logprobs = not self.config.rollout.replay
         """True until engine and trainer log-probs have been compared after the last start or fully verified weight
         sync."""
-        self.step_rollouts: list[Rollouts] = []
-        """Sampled rollouts that the current step has received."""
+        self.generations: list[GenerateCall] = []
+        """What the current step has generated."""
+        self._replayed_step: ReplayedStep | None = None
         self._prompts: dict[int, Prompt] = {}
         """Prompts by group number of the current step's samples, on the ranks that know them."""
         self._idle_metrics: dict[str, float] = {}
@@ -100,7 +101,8 @@ class RolloutWorker(Worker):
             self._tool_monitor.begin_step()
         super().begin_step(step)
         self._next_group = 0
-        self.step_rollouts, self._prompts, self._idle_metrics = [], {}, {}
+        self.generations, self._replayed_step = [], None
+        self._prompts, self._idle_metrics = {}, {}
 
     def set_config(self, config: Config) -> None:
         super().set_config(config)
@@ -146,6 +148,8 @@ class RolloutWorker(Worker):
         groups from a stream whose other groups are in flight when the call returns. With the latter these are the first
         that are complete, of any prompts of the loader, in order of completion.
 
+        With `rollout.replay`, a call returns what the same call of the recorded step did, whatever the prompts.
+
         Rollouts cut off by a failure or a timeout have status `aborted`. Raises ConfigError on all ranks if more than
         `rollout.max_aborted_frac` are, or if an engine is lost by the same fault twice in a row. Other engines
         regenerate the conversations of a lost engine.
@@ -154,8 +158,7 @@ class RolloutWorker(Worker):
         self.engines.offload_models()
         with self.clock.phase("generate", WAIT):
             if config.rollout.replay:
-                self.step_rollouts.append(self._replay(self._allocate_groups(len(prompts)), greedy))
-                return self.step_rollouts[-1]
+                return self._replay(len(prompts), greedy)
             self.engines.recovery.exchange_losses(should_check=True)
             self.engines.wait_for_engine(self._resume_stream)
             self.engines.wake()
@@ -167,14 +170,16 @@ class RolloutWorker(Worker):
                     rollouts = self._generate(prompts, samples, greedy, held_out)
             self._agent_metrics.update()
             self._tool_monitor.update(self.step)
-            if not greedy:
-                self.step_rollouts.append(rollouts)
+            self.generations.append(GenerateCall(rollouts, greedy))
             check_abort_limit(rollouts, config)
             return rollouts
 
     def generate_again(self, rollouts: Rollouts, samples: int = 1, greedy: bool = True) -> Rollouts:
         """Generate for the prompts of these rollouts of the current step; the results have their group numbers."""
         groups = rollouts.group.unique().tolist()
+        if self.config.rollout.replay:
+            with self.clock.phase("generate", WAIT):
+                return self._replay(len(groups), greedy)
         known = {group: self._prompts[group] for group in groups if group in self._prompts}
         prompts = {
             group: prompt
@@ -183,7 +188,9 @@ class RolloutWorker(Worker):
         }
         result = self.generate([prompts[group] for group in groups], samples, greedy)
         first = 0 if greedy else self._next_group - len(groups)
-        return result.with_groups({first + index: group for index, group in enumerate(groups)})
+        result = result.with_groups({first + index: group for index, group in enumerate(groups)})
+        self.generations[-1] = GenerateCall(result, greedy)
+        return result
 
     def start_generation(
         self, prompts: Sequence[Prompt], samples: int, greedy: bool = False, held_out: bool = False
@@ -399,7 +406,7 @@ class RolloutWorker(Worker):
 
     def metrics(self) -> dict[str, float]:
         if self.config.rollout.replay:
-            return {}
+            return {} if self._replayed_step is None else self._replayed_step.metrics
         recovery_metrics = self.engines.recovery.metrics()
         if recovery_metrics or any(self._lost_counts.values()):
             recovery_metrics |= {name: float(count) for name, count in self._lost_counts.items()}
@@ -430,31 +437,24 @@ class RolloutWorker(Worker):
         first, self._next_group = self._next_group, self._next_group + count
         return range(first, self._next_group)
 
-    def _replay(self, groups: range, greedy: bool) -> Rollouts:
-        """Read the recorded rollouts of these groups of the step.
-
-        If the recorded run had as many ranks, each rank reads its own rollouts, so that values summed rank by rank are
-        bitwise equal.
-        """
-        source = ReplaySource.parse(self.config.rollout.replay)
-        step = source.recorded_step(self.step)
-        where = f"rollout.replay={self.config.rollout.replay}, step {step}"
-        if greedy:
-            raise ConfigError(f"{where}: greedy rollouts are not recorded, but this algorithm generates some")
-        recorded = read_records(source.folder, step, self.job.rank, self.job.world, needs_trainer_columns(self.config))
-        local_records = [record for record in recorded if record.rollout.group in groups]
+    def _replay(self, num_prompts: int, greedy: bool) -> Rollouts:
+        """Return the recorded rollouts of the step's next generation."""
+        if self._replayed_step is None:
+            context, job = self.context, self.job
+            self._replayed_step = ReplayedStep(self.config, context.hf_config, self.step, job.rank, job.world)
+        records = self._replayed_step.take(num_prompts, greedy)
         # Order by recorded number, since the mapping of files to ranks may differ.
         rollouts = Rollouts.gather(
-            [record.rollout for record in local_records],
-            [record.number for record in local_records],
+            [record.rollout for record in records],
+            [record.number for record in records],
             row_exchange.WorldComm(),
-            self.version,
+            self.version + self._replayed_step.version_offset(self.version),
         )
-        if groups and not len(rollouts):
+        if num_prompts and not len(rollouts):
             raise ConfigError(
-                f"{where} has no rollouts of the groups {groups.start} to {groups.stop - 1}: of a step that generates "
-                f"several times, only StepResult.rollouts is recorded"
+                f"{self._replayed_step.location} has no rollouts of generation {len(self.generations) + 1}"
             )
+        self.generations.append(GenerateCall(rollouts, greedy))
         return rollouts
 
 

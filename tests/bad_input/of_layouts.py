@@ -3,7 +3,7 @@
 from case import Case
 
 FOUR, EIGHT = "parallel.world_size=4", "parallel.world_size=8"
-ASYNCHRONOUS, REPLAYED = "rollout.asynchronous=true", "rollout.replay=FOLDER"
+ASYNCHRONOUS = "rollout.asynchronous=true"
 SPLIT = "{actor: 0-3, rollout: 4-7}"
 
 
@@ -83,9 +83,6 @@ CASES = [
         EIGHT,
         ASYNCHRONOUS,
         "rollout.on_weight_sync=in_place",
-    ),
-    placement_case(
-        "asynchronous, replayed", ("rollout.replay", "set the first to false"), SPLIT, EIGHT, ASYNCHRONOUS, REPLAYED
     ),
     placement_case(
         "negative staleness",

@@ -112,7 +112,6 @@ def row_case(name: str, prepare: Callable[[Path], None], expected: str = "not a 
 
 NOT_A_RECORDING = "is not a file of recorded rollouts"
 DAMAGED = f"{NOT_A_RECORDING}, or is damaged"
-OTHER = "it is of another configuration"
 
 CASES = [
     # Waits.
@@ -269,36 +268,18 @@ CASES = [
             lambda result: result.replace_schema_metadata({**result.schema.metadata, b"megarl.vocabulary": b"0" * 64})
         ),
     ),
-    Case("recorded with fewer samples", (OTHER, "holds 8 rollouts of 4 prompts"), REPLAY, recorded(samples=2)),
-    Case("recorded with more samples", (OTHER, "rollout.samples_per_prompt"), REPLAY, recorded(samples=8)),
-    Case("recorded with fewer prompts", (OTHER, "12 rollouts of 3 prompts"), REPLAY, recorded(prompts=3)),
-    Case("recorded with more prompts", (OTHER, "data.prompts_per_step"), REPLAY, recorded(prompts=5)),
     Case(
-        "a step with several generations and other samples",
-        (OTHER, "24 rollouts of 12 prompts"),
-        REPLAY,
-        recorded(prompts=12, samples=2, config="data: {prompts_per_step: 4}"),
-    ),
-    Case(
-        "more prompts than the recorded configuration",
-        (OTHER, "data.prompts_per_step"),
-        REPLAY,
-        recorded(prompts=5, config="data: {prompts_per_step: 5}"),
-    ),
-    Case(
-        "more prompts than a recording has",
-        ("rollout.oversample=1.5 with rollout.replay", "set the first to 1"),
-        (*REPLAY, "rollout.oversample=1.5"),
+        "a recording without greedy answers",
+        ("rollout.replay=FOLDER/recorded has no greedy answers in step 1", "algorithm=remax"),
+        (*REPLAY, "algorithm=remax"),
         recorded(),
     ),
-    Case("prompts and samples exchanged", (OTHER, "16 rollouts of 8 prompts"), REPLAY, recorded(prompts=8, samples=2)),
     Case(
-        "recorded prompts_per_step as text",
-        (OTHER, "20 rollouts of 5 prompts"),
+        "recorded with longer conversations",
+        ("a rollout of 302 tokens, beyond rollout.max_context=192", "raise it"),
         REPLAY,
-        recorded(prompts=5, config="data: {prompts_per_step: four}"),
+        recorded(tokens=300),
     ),
-    Case("recorded with longer conversations", (OTHER, "rollout.max_context=192"), REPLAY, recorded(tokens=300)),
     # Parts of a step.
     Case("a file is missing", (STEP_2, "8 of the 16 rollouts", "rollout 1 is missing"), REPLAY, corrupted(Path.unlink)),
     Case(
@@ -334,8 +315,7 @@ CASES = [
         f"format {FORMAT + 1}",
         f"formats 3 to {FORMAT}",
     ),
-    Case("a sample in another prompt's group", (STEP_2, OTHER), REPLAY, set_cell("group", 3)),
-    Case("a group beyond the step", (STEP_2, OTHER), REPLAY, set_cell("group", 77)),
+    file_case("an unreadable description of the generation", set_metadata(generation="{"), "megarl.generation"),
     # Damaged files.
     file_case("an empty file", edit_bytes(lambda full: b""), DAMAGED),
     file_case("a binary file", edit_bytes(lambda full: bytes(range(256)) * 4), DAMAGED),

@@ -30,7 +30,7 @@ def test_greedy_reward_is_the_baseline() -> None:
     actions = result.batch.advantages[result.batch.loss_mask].tolist()
     assert actions == [0.75, 0.75, -0.25, -0.25, -0.5, -0.5, 2.0, 2.0]
     assert result.metrics["rollout/reward_greedy"] == 0.625
-    assert result.rollouts is not None and len(result.rollouts) == 4  # greedy rollouts are not recorded
+    assert result.rollouts is not None and len(result.rollouts) == 4  # without the greedy ones
 
 
 def test_kl_to_go_is_subtracted() -> None:

@@ -1,14 +1,18 @@
-"""Checks of oversampling, asynchronous rollouts and routing replay."""
+"""Checks of oversampling, asynchronous rollouts and replays."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 
 from megarl.config import Config, ConfigError, from_dict
+from megarl.config.server_args import check_sampling
 from megarl.controllers.controller import load_requirements
 from megarl.dry_run.rollout_checks import (
     check_asynchronous,
@@ -50,11 +54,24 @@ def test_no_oversampling_warning_with_off_policy_correction() -> None:
     assert warnings == []
 
 
-def test_oversampling_a_replay_raises() -> None:
-    config = make_config(oversample=1.5, replay="runs/other")
-    with pytest.raises(ConfigError, match="rollout.oversample=1.5 with rollout.replay: .* set the first to 1"):
-        check_oversampling(config, load_requirements(config), [])
-    check_oversampling(make_config(replay="runs/other"), load_requirements(config), [])
+def test_keys_of_engines_have_no_effect_on_a_replay() -> None:
+    """Without a replay the last three checks refuse them."""
+    keys = {"oversample": 1.5, "asynchronous": True, "on_weight_sync": "in_place", "max_staleness": 2}
+    keys |= {"top_k": 20, "num_speculative_tokens": 2}
+    tree = {"algorithm": "remax", "train": {"routing_replay": True}, "data": {"prompts_per_step": 4}}
+    for replay in ("", "runs/other"):
+        config, warnings = from_dict({**tree, "rollout": {**keys, "replay": replay}}), list[str]()
+        declared = load_requirements(config)
+        refused: list[Callable[[], None]] = [
+            partial(check_asynchronous, config, declared, warnings),  # the actor is on the engine's rank
+            partial(check_enough_prompts, 5, config),
+            partial(check_sampling, config.rollout),
+        ]
+        for check in refused:
+            with nullcontext() if replay else pytest.raises(ConfigError):
+                check()
+    check_oversampling(config, declared, warnings)
+    assert warnings == []
 
 
 def test_too_few_prompts_for_oversampling_raise() -> None:
@@ -81,6 +98,3 @@ def test_asynchronous_rollouts_need_correction_and_a_kv_cache_of_their_own() -> 
     check_asynchronous(replace(config, rollout=keeping), load_requirements(config), [])
     with pytest.raises(ConfigError, match=r"^rollout.on_weight_sync=in_place with engines on the ranks of the actor"):
         check_asynchronous(replace(colocated, rollout=keeping), load_requirements(config), [])
-    replayed = replace(config, rollout=replace(config.rollout, replay="runs/x"))
-    with pytest.raises(ConfigError, match="need no generation"):
-        check_asynchronous(replayed, load_requirements(replayed), [])

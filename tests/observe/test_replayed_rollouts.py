@@ -1,4 +1,4 @@
-"""`check_replay`: recorded rollouts must match the configuration that replays them."""
+"""`check_replay` and `ReplayedStep`: what a replay needs of a recording, and what it takes from it, call by call."""
 
 from __future__ import annotations
 
@@ -11,14 +11,19 @@ import torch
 
 from megarl.config import Config, ConfigError, from_dict
 from megarl.models.registry import load_hf_config
-from megarl.observe.replayed_rollouts import ReplaySource, check_replay, needs_trainer_columns
+from megarl.observe.replayed_rollouts import ReplayedStep, ReplaySource, check_replay, replayed_columns
 from megarl.observe.rollout_log import part_file, write_part
-from megarl.types import Prompt, Rollout, SamplingMask, Turn
+from megarl.observe.rollout_table import StepGeneration
+from megarl.types import Image, Prompt, Rollout, SamplingMask, Turn
 
 pytestmark = pytest.mark.alone
 
-HF = load_hf_config(Path(__file__).resolve().parents[2] / "configs/models/qwen3_30b_a3b.json")
+MODELS = Path(__file__).resolve().parents[2] / "configs/models"
+HF = load_hf_config(MODELS / "qwen3_30b_a3b.json")
 """48 layers with experts, 8 of 128 for a token."""
+VISION = load_hf_config(MODELS / "qwen2.5_vl_7b.json")
+SPARSE = load_hf_config(MODELS / "deepseek_v3_2.json") | {"index_topk": 2}
+"""61 layers with an indexer, which choose two keys for a token."""
 
 
 def make_rollout(group: int = 0, episode: int = -1, **records: Any) -> Rollout:
@@ -26,9 +31,9 @@ def make_rollout(group: int = 0, episode: int = -1, **records: Any) -> Rollout:
     return Rollout(Prompt("p", ()), turns, group=group, episode=episode, **records)
 
 
-def write_rollouts(run_dir: Path, rollouts: list[Rollout], step: int = 1, vocab_hash: str = "") -> None:
+def write_rollouts(run_dir: Path, rollouts: list[Rollout], step: int = 1, vocab_hash: str = "", **options: Any) -> None:
     file = part_file(run_dir, step, 0)
-    write_part(file, step, len(rollouts), range(len(rollouts)), rollouts, vocab_hash=vocab_hash)
+    write_part(file, step, len(rollouts), range(len(rollouts)), rollouts, vocab_hash=vocab_hash, **options)
 
 
 def config(run_dir: Path, replay: str = "", **sections: Any) -> Config:
@@ -77,7 +82,8 @@ def test_rejects_another_tokenizer_and_out_of_vocabulary_tokens(tmp_path: Path) 
 def test_routing_replay_requires_recorded_routing(tmp_path: Path) -> None:
     """Layers and experts must match the model; aborted rollouts are exempt."""
     routing_replay = {"train": {"routing_replay": True}}
-    assert needs_trainer_columns(config(tmp_path, **routing_replay)) and not needs_trainer_columns(config(tmp_path))
+    assert replayed_columns(config(tmp_path, **routing_replay), HF) == ("routing",)
+    assert replayed_columns(config(tmp_path), HF) == ()
     write_rollouts(tmp_path, [make_rollout(routing=torch.zeros((4, 48, 8), dtype=torch.uint8))])
     check_replay(config(tmp_path, **routing_replay), HF)
     write_rollouts(tmp_path, [make_rollout(routing=torch.zeros((4, 47, 8), dtype=torch.uint8))])
@@ -93,7 +99,7 @@ def test_routing_replay_requires_recorded_routing(tmp_path: Path) -> None:
 
 def test_truncated_sampling_requires_sampling_masks(tmp_path: Path) -> None:
     truncated = {"rollout": {"top_k": 20}}
-    assert needs_trainer_columns(config(tmp_path, **truncated))
+    assert replayed_columns(config(tmp_path, **truncated), HF) == ("support_counts", "support_ids")
     write_rollouts(tmp_path, [make_rollout(sampling_mask=SamplingMask.from_rows([[7, 9], [8]]))])
     check_replay(config(tmp_path, **truncated), HF)
     write_rollouts(tmp_path, [make_rollout()])
@@ -101,40 +107,116 @@ def test_truncated_sampling_requires_sampling_masks(tmp_path: Path) -> None:
         check_replay(config(tmp_path, **truncated), HF)
 
 
-@pytest.mark.parametrize(("missing", "fits"), [(0, True), (1, False)])
-def test_step_needs_one_episode_per_sample(tmp_path: Path, missing: int, fits: bool) -> None:
-    """Per prompt three episodes: three branches, one numbered rollout, one plain rollout."""
-    rollouts = [make_rollout(group, episode=number) for group in range(2) for number in (4, 4, 4, 5, -1)]
-    write_rollouts(tmp_path, rollouts[missing * 4 :])
-    tree: dict[str, Any] = {"run": {"num_rollout": 1}, "data": {"prompts_per_step": 2}}
-    tree["rollout"] = {"replay": str(tmp_path), "samples_per_prompt": 3, "max_context": 64, "max_new_tokens": 8}
-    if fits:
-        check_replay(from_dict(tree), HF)
-        return
-    with pytest.raises(ConfigError, match="holds 4 rollouts of 2 prompts, not 3 of each of 2"):
-        check_replay(from_dict(tree), HF)
+def test_sparse_index_replay_requires_indices_beyond_the_first_keys(tmp_path: Path) -> None:
+    """The last token needs no record, and the first two see all keys: the record of 5 tokens has 2."""
+    sparse = config(tmp_path, train={"sparse_index_replay": True})
+    assert replayed_columns(sparse, SPARSE) == ("sparse_indices",)
+    write_rollouts(tmp_path, [make_rollout(sparse_indices=torch.zeros((2, 61, 2), dtype=torch.int16))])
+    check_replay(sparse, SPARSE)
+    write_rollouts(tmp_path, [make_rollout(sparse_indices=torch.zeros((2, 60, 2), dtype=torch.int16))])
+    with pytest.raises(ConfigError, match="has that of 60 layers with 2 keys each, and this model has 61 layers"):
+        check_replay(sparse, SPARSE)
+    short = Rollout(Prompt("p", ()), (Turn((1, 2)), Turn((7,), np.zeros(1, np.float32), is_action=True)))
+    write_rollouts(tmp_path, [short])
+    check_replay(sparse, SPARSE)
+    write_rollouts(tmp_path, [make_rollout()])
+    with pytest.raises(ConfigError, match="row 0, has no sparse attention indices, .*train.sparse_index_replay=false"):
+        check_replay(sparse, SPARSE)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "prompts", "fits"),
-    [
-        ((4, 4, 4), 3, True),
-        ((4, 4, 4, 4, 4), 3, True),
-        ((4, 4, 4, 2, 1), 3, True),  # another generation may have other sample counts
-        ((4, 0, 4, 4), 3, True),  # the algorithm replaced a group of the first generation
-        ((4, 0, 4), 3, False),
-        ((4, 4, 2, 4), 3, False),
-        ((4, 4, 4, 4), 4, False),  # recorded with more prompts per step
-    ],
-)
-def test_step_may_contain_several_generations(tmp_path: Path, sizes: tuple[int, ...], prompts: int, fits: bool) -> None:
-    """Groups beyond prompts_per_step belong to further generations, if the recorded run had as many prompts."""
-    write_rollouts(tmp_path, [make_rollout(group) for group, size in enumerate(sizes) for _ in range(size)])
-    (tmp_path / "config.yaml").write_text(f"data: {{prompts_per_step: {prompts}}}")
-    tree = {"run": {"num_rollout": 1}, "data": {"prompts_per_step": 3}, "rollout": {"replay": str(tmp_path)}}
-    tree["rollout"] |= {"samples_per_prompt": 4, "max_context": 64, "max_new_tokens": 8}
-    if fits:
-        check_replay(from_dict(tree), HF)
-        return
-    with pytest.raises(ConfigError, match="it is of another configuration"):
-        check_replay(from_dict(tree), HF)
+def test_model_that_reads_images_requires_their_files(tmp_path: Path) -> None:
+    with_image = Rollout(
+        Prompt("p", ()),
+        (Turn((1, 2, 3), images=(Image(b"png", num_tokens=1),)), Turn((7,), np.zeros(1, np.float32), is_action=True)),
+    )
+    write_rollouts(tmp_path, [with_image, make_rollout()])
+    check_replay(config(tmp_path), VISION)
+    assert replayed_columns(config(tmp_path), VISION) == ("image_files",)
+    write_rollouts(tmp_path, [make_rollout(), with_image], save_replay_data=False)
+    with pytest.raises(ConfigError, match="row 1, has images, which were not recorded: .*track.save_replay_data=true"):
+        check_replay(config(tmp_path), VISION)
+    check_replay(config(tmp_path), HF)
+    write_rollouts(tmp_path, [make_rollout()], save_replay_data=False)
+    check_replay(config(tmp_path), VISION)
+
+
+def test_any_number_of_prompts_and_samples_is_replayed(tmp_path: Path) -> None:
+    write_rollouts(tmp_path, [make_rollout(group) for group in (0, 0, 0, 2, 5, 5)])
+    check_replay(config(tmp_path), HF)
+
+
+def test_steps_of_another_stage_are_not_checked(tmp_path: Path) -> None:
+    """The second step is longer than the first one's stage allows."""
+    write_rollouts(tmp_path, [make_rollout()])
+    write_rollouts(tmp_path, [Rollout(Prompt("p", ()), (Turn((1,) * 65),))], step=2)
+    staged = config(tmp_path, run={"num_rollout": 2})
+    for stage in (range(1, 2), range(0)):
+        check_replay(staged, HF, stage=stage)
+    for wrong in (None, range(2, 3)):
+        with pytest.raises(ConfigError, match="row 0: a rollout of 65 tokens, beyond rollout.max_context=64"):
+            check_replay(staged, HF, stage=wrong)
+
+
+# --- a step, call by call -------------------------------------------------------------------------------------
+
+
+def replayed_step(run_dir: Path, step: int = 1, replay: str = "") -> ReplayedStep:
+    return ReplayedStep(config(run_dir, replay), HF, step, 0, 1)
+
+
+def test_each_generation_gets_its_own_rollouts(tmp_path: Path) -> None:
+    """Sampling and greedy generations are counted separately, and rollouts of no generation are left out."""
+    groups = (0, 0, 1, 1, 0, 1, 5, 9)
+    write_rollouts(
+        tmp_path,
+        [make_rollout(group) for group in groups],
+        calls=[0, 0, 0, 0, 1, 1, 2, None],
+        generation=StepGeneration((False, True, False), 3, {"rollout/idle_frac": 0.25}),
+    )
+    step = replayed_step(tmp_path)
+    assert step.metrics == {"rollout/idle_frac": 0.25}
+    assert [record.number for record in step.take(90, is_greedy=False)] == [0, 1, 2, 3]
+    assert [record.number for record in step.take(90, is_greedy=False)] == [6]
+    assert [record.number for record in step.take(90, is_greedy=True)] == [4, 5]
+    with pytest.raises(
+        ConfigError, match=r"replay=.*, step 1 has 2 sampling generations, and the algorithm asks for an"
+    ):
+        step.take(90, is_greedy=False)
+    check_replay(config(tmp_path), HF, needs_greedy=True)
+    write_rollouts(tmp_path, [make_rollout()], calls=[0], generation=StepGeneration((False,)))
+    with pytest.raises(ConfigError, match="has no greedy answers in step 1, which algorithm=ppo needs"):
+        check_replay(config(tmp_path), HF, needs_greedy=True)
+
+
+@pytest.mark.parametrize(("recorded", "expected"), [("", [[0, 0, 1, 2, 3], []]), ("2", [[0, 0, 1], [2, 3]])])
+def test_recordings_without_generations_are_split_by_group(
+    tmp_path: Path, recorded: str, expected: list[list[int]]
+) -> None:
+    """The first generation has the groups of the recorded run's prompts, or all if its configuration is unknown."""
+    write_rollouts(tmp_path, [make_rollout(group) for group in (0, 0, 1, 2, 3)])
+    if recorded:
+        (tmp_path / "config.yaml").write_text(f"data: {{prompts_per_step: {recorded}}}")
+    step = replayed_step(tmp_path)
+    taken = [[record.rollout.group for record in step.take(2, is_greedy=False)] for _ in range(2)]
+    assert taken == expected and step.metrics == {}
+    with pytest.raises(ConfigError, match="was recorded by a version that did not record greedy answers"):
+        step.take(2, is_greedy=True)
+
+
+def test_staleness_is_that_of_the_recorded_run(tmp_path: Path) -> None:
+    """The recorded version of the first replayed step is this run's version 0."""
+    for step in (5, 6):
+        generation = StepGeneration((False,), step - 1)
+        write_rollouts(tmp_path, [make_rollout()], step, calls=[0], generation=generation)
+    trained = f"{tmp_path}@5"
+    assert replayed_step(tmp_path, 1, trained).version_offset(0) == 4
+    assert replayed_step(tmp_path, 2, trained).version_offset(1) == 4
+    assert replayed_step(tmp_path, 6).version_offset(5) == 0  # a resumed run, whose first steps have been removed
+    generated = tmp_path / "generated"  # by weights that never change
+    for step in (1, 2):
+        write_rollouts(generated, [make_rollout()], step, calls=[0], generation=StepGeneration((False,), 0))
+    assert replayed_step(generated, 2).version_offset(1) == replayed_step(
+        generated, 1, f"{generated}@2"
+    ).version_offset(0)
+    write_rollouts(generated, [make_rollout()], 3)  # in an earlier format
+    assert replayed_step(generated, 1, f"{generated}@3").version_offset(0) == 2

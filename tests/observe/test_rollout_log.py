@@ -33,7 +33,19 @@ from megarl.observe.rollout_log import (
 )
 from megarl.observe.rollout_table import TrainerLogprobs
 from megarl.observe.run_log import split_batch
-from megarl.types import Branch, Prompt, Rollout, Rollouts, SamplingMask, TrainBatch, Turn
+from megarl.types import (
+    Branch,
+    Grid,
+    Image,
+    Prompt,
+    Reward,
+    RewardFailure,
+    Rollout,
+    Rollouts,
+    SamplingMask,
+    TrainBatch,
+    Turn,
+)
 from megarl.utils import exact_json
 
 pytestmark = pytest.mark.alone
@@ -135,6 +147,49 @@ def test_trainer_columns_are_optional_and_count_towards_row_groups(
     assert Part.open(part_file(tmp_path, 1, 0)).read_metadata("vocabulary") == "words"
 
 
+def test_reads_rewards_of_environments(tmp_path: Path) -> None:
+    verdicts = Reward(0.1, {"tries": 2.0}, (-0.01, 1 / 3)), RewardFailure("the agent: no number"), Reward(0.25), None
+    write_rollouts(tmp_path, [make_rollout(env_reward=verdict) for verdict in verdicts])
+    assert [rollout.env_reward for rollout in read_rollouts(tmp_path, 12)] == list(verdicts)
+
+
+def test_reads_sparse_attention_indices_in_two_or_four_bytes(tmp_path: Path) -> None:
+    draw = torch.Generator().manual_seed(1)
+    kinds = torch.int16, torch.int32
+    records = [torch.randint(0, 30000, (5, 3, 2), generator=draw).to(kind) for kind in kinds]
+    write_rollouts(tmp_path, [*(make_rollout(sparse_indices=record) for record in records), make_rollout()])
+    *result, last = [element.sparse_indices for element in read_rollouts(tmp_path, 12, include_trainer_columns=True)]
+    assert last is None
+    for element, record in zip(result, records, strict=True):
+        assert element is not None and element.dtype == record.dtype and torch.equal(element, record)
+
+
+def test_records_each_image_of_a_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples of a prompt, in three row groups, share its image; a tool of the second returns another one."""
+    monkeypatch.setattr(rollout_log, "ROW_GROUP_TOKENS", 10)
+    shown, drawn = b"\x89PNG" * 200, b"\xff\xd8" * 300
+    image = Image(shown, Grid(1, 4, 6), 2, start=1)
+    prompt = Prompt("p", (), (1, 2, 3), images=(image,))
+    turns = Turn((1, 2, 3), images=(image,)), Turn((7,), (-0.5,), is_action=True)
+    tool = Turn((4, 5, 5, 5, 5), images=(Image(drawn, Grid(1, 4, 4), 1, 1), Image(shown, Grid(1, 4, 6), 2, 3)))
+    rollouts = [
+        Rollout(prompt, turns),
+        Rollout(prompt, (*turns, tool, turns[1])),
+        make_rollout(),
+        Rollout(prompt, turns),
+    ]
+    file = write_rollouts(tmp_path, rollouts)
+    assert pq.ParquetFile(file).num_row_groups == 3
+    assert read_rollouts(tmp_path, 12, include_trainer_columns=True) == rollouts
+    table = pq.read_table(file, columns=["images", "image_files"], partitioning=None)
+    assert table["image_files"].to_pylist() == [[shown], [drawn], None, []]
+    assert table["images"].to_pylist()[3] == [-1, 1, 2, 1, 4, 6, 0, 0, 1, 2, 1, 4, 6, 0]
+    assert not any(element.images or element.prompt.images for element in read_rollouts(tmp_path, 12))
+    set_cell(file, "images", [0, 1, 2, 1, 4, 6, 2])
+    with pytest.raises(ConfigError, match=r"row 1, .* its images refer to 2 files by \[0, 1, 2, 1, 4, 6, 2\]"):
+        read_rollouts(tmp_path, 12, include_trainer_columns=True)
+
+
 INVALID_TRAINER_COLUMNS: dict[str, tuple[str, Any, str]] = {
     "routing cut short": ("routing", b"123", "its routing has 3 bytes, for 8 tokens and a shape of [7, 3, 2]"),
     "routing of too many tokens": ("routing_shape", [9, 3, 2], "42 bytes, for 8 tokens and a shape of [9, 3, 2]"),
@@ -145,6 +200,11 @@ INVALID_TRAINER_COLUMNS: dict[str, tuple[str, Any, str]] = {
         "of 3 tokens of the policy, 2 have sampling masks of 6",
     ),
     "a short sampling mask": ("support_ids", [1], "of 3 tokens of the policy, 3 have sampling masks of 1 in total"),
+    "indices of too many tokens": (
+        "sparse_shape",
+        [9, 1, 2],
+        "record of sparse indices has 32 bytes, for 8 tokens",
+    ),
     "a negative mask token": ("support_ids", [7, 1, 8, 9, 2, -3], "of a sampling mask is negative"),
 }
 
@@ -153,9 +213,10 @@ INVALID_TRAINER_COLUMNS: dict[str, tuple[str, Any, str]] = {
 def test_rejects_invalid_trainer_columns(tmp_path: Path, name: str) -> None:
     column, value, expected = INVALID_TRAINER_COLUMNS[name]
     routing = torch.zeros((7, 3, 2), dtype=torch.uint8)
-    file = write_rollouts(
-        tmp_path, [make_rollout(routing=routing, sampling_mask=SamplingMask.from_rows([[7, 1], [8], [9, 2, 3]]))] * 2
-    )
+    masks = SamplingMask.from_rows([[7, 1], [8], [9, 2, 3]])
+    indices = torch.zeros((8, 1, 2), dtype=torch.int16)
+    rollout = make_rollout(routing=routing, sampling_mask=masks, sparse_indices=indices)
+    file = write_rollouts(tmp_path, [rollout] * 2)
     set_cell(file, column, value)
     with pytest.raises(ConfigError) as error:
         read_rollouts(tmp_path, 12, include_trainer_columns=True)
@@ -243,7 +304,7 @@ def test_advantages_belong_to_trained_rollouts_only(tmp_path: Path) -> None:
     batch = batch.with_(advantages=torch.arange(16, dtype=torch.float32))
     rollouts = [first, aborted, last]
     all_rollouts, trained = Rollouts.gather(rollouts), Rollouts.gather([first, last])
-    write_rollouts(tmp_path, rollouts, split_batch(batch, trained, all_rollouts)[0])
+    write_rollouts(tmp_path, rollouts, split_batch(batch, trained, all_rollouts.local)[0])
     records = read_records(tmp_path, 12)
     assert [record.rollout.status for record in records] == ["length", "aborted", "length"]
     assert [None if r.advantages is None else r.advantages.tolist() for r in records] == [
@@ -256,7 +317,7 @@ def test_advantages_belong_to_trained_rollouts_only(tmp_path: Path) -> None:
         None,
         pytest.approx((11 + 12 + 15) / 3),
     ]
-    assert split_batch(batch.with_(advantages=None), trained, all_rollouts)[0] == [None] * 3
+    assert split_batch(batch.with_(advantages=None), trained, all_rollouts.local)[0] == [None] * 3
 
 
 def test_records_trainer_logprobs_of_trained_rollouts(tmp_path: Path) -> None:
@@ -265,11 +326,11 @@ def test_records_trainer_logprobs_of_trained_rollouts(tmp_path: Path) -> None:
     aborted = dataclasses.replace(first, status="aborted")
     rollouts, trained = Rollouts.gather([first, aborted, last]), Rollouts.gather([first, last])
     batch = TrainBatch.from_rollouts([first, last])
-    assert split_batch(batch, trained, rollouts)[1] == [None] * 3
+    assert split_batch(batch, trained, rollouts.local)[1] == [None] * 3
     batch = batch.with_(trainer_logprobs=-torch.arange(1.0, 17))
-    _, trainer = split_batch(batch, trained, rollouts)
+    _, trainer = split_batch(batch, trained, rollouts.local)
     assert trainer[0] is not None and trainer[0].unreplayed is None
-    _, trainer = split_batch(batch.with_(unreplayed_logprobs=-torch.arange(16.0)), trained, rollouts)
+    _, trainer = split_batch(batch.with_(unreplayed_logprobs=-torch.arange(16.0)), trained, rollouts.local)
     write_part(part_file(tmp_path, 12, 0), 12, 3, range(3), rollouts.local, None, "", trainer)
     result = [record.trainer_logprobs for record in read_records(tmp_path, 12)]
     assert result[0] is not None and result[1] is None and result[2] is not None
@@ -287,7 +348,7 @@ def test_reads_files_of_earlier_formats(tmp_path: Path) -> None:
     ]
     file = write_rollouts(tmp_path, rollouts)
     table, schema_metadata = pq.read_table(file, partitioning=None), pq.read_schema(file).metadata
-    for format in (5, 4, 3):
+    for format in (6, 5, 4, 3):
         table = table.drop_columns(list(COLUMNS_SINCE_FORMAT[format + 1]))
         pq.write_table(
             table.replace_schema_metadata({**schema_metadata, b"megarl.format": str(format).encode()}),
@@ -299,6 +360,7 @@ def test_reads_files_of_earlier_formats(tmp_path: Path) -> None:
             element if format > 4 else dataclasses.replace(element, branch=None) for element in rollouts
         ]
         assert result == expected_rollouts and is_complete(tmp_path, 12)
+        assert [record.call for record in read_records(tmp_path, 12)] == [None, None]
         assert {turn.cached_tokens for element in result for turn in element.turns} == {-1}
         assert [element.sampling_mask is None for element in result] == [format < 4, True]
 
@@ -465,9 +527,9 @@ def test_rejects_damaged_and_foreign_files(tmp_path: Path) -> None:
         assert_rejected(content[:last] + bytes([content[last] ^ 1]) + content[last + 1 :], damaged)
     assert_rejected(lambda table: table.replace_schema_metadata(None), "no megarl.format")
     assert_rejected(
-        lambda table: table.replace_schema_metadata({**schema_metadata, b"megarl.format": b"7"}),
-        "format 7",
-        "formats 3 to 6",
+        lambda table: table.replace_schema_metadata({**schema_metadata, b"megarl.format": b"8"}),
+        "format 8",
+        "formats 3 to 7",
     )
     assert_rejected(
         lambda table: table.replace_schema_metadata({**schema_metadata, b"megarl.step": b"3"}), "is of step 3"

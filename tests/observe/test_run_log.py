@@ -12,7 +12,9 @@ from thread_ranks import ThreadRank, as_ranks
 from megarl.config import Config, ConfigError, from_dict
 from megarl.observe.clock import Span, timeline_file
 from megarl.observe.rollout_log import part_file, read_rollouts, recorded_steps, write_part
+from megarl.observe.rollout_table import StepGeneration
 from megarl.observe.run_log import RunLog
+from megarl.observe.step_record import GenerateCall, StepRecord, make_step_record
 from megarl.observe.tracker import read_metrics
 from megarl.parallel.ranks import Job
 from megarl.types import Prompt, Rollout, Rollouts, Turn
@@ -54,12 +56,12 @@ def test_each_rank_writes_its_timeline_and_warns_once_of_a_failing_disk(tmp_path
 def test_failed_step_records_its_rollouts(tmp_path: Path) -> None:
     """A failed step can be replayed; a completed step keeps its own record."""
     log = RunLog(config(tmp_path), job(0), "words")
-    rollouts = [Rollouts.gather([ROLLOUT])]
-    log.end_step(1, {}, rollouts[0])
+    calls = [GenerateCall(Rollouts.gather([ROLLOUT]), is_greedy=False)]
+    log.end_step(1, {}, calls[0].rollouts)
     for step in (0, 1):  # before the first step, or in an evaluation
-        log.record_failed_step(step, rollouts * 2)
+        log.record_failed_step(step, calls * 2)
     log.record_failed_step(2, [])
-    log.record_failed_step(3, rollouts * 2)
+    log.record_failed_step(3, calls * 2)
     log.close()
     assert recorded_steps(tmp_path) == [1, 3]
     assert read_rollouts(tmp_path, 1) == [ROLLOUT] and read_rollouts(tmp_path, 3) == [ROLLOUT] * 2
@@ -123,6 +125,45 @@ def test_each_rank_records_its_rollouts(tmp_path: Path) -> None:
     for log in reversed(logs):
         log.close()
     assert read_rollouts(tmp_path, 4) == rollouts
+
+
+def test_step_record_has_all_generations_with_their_final_rewards() -> None:
+    """Two ranks sample twice and answer greedily once. The algorithm returns the first sampling with rewards and turn
+    rewards, one rollout of the second, and one that it has made itself on each rank."""
+
+    def rollout(seed: int) -> Rollout:
+        return Rollout(Prompt("p", ()), (Turn((1,)), Turn((2,), (-0.5,), is_action=True)), seed=seed)
+
+    def record(rank: ThreadRank) -> StepRecord:
+        first, second, greedy = (
+            Rollouts.gather([rollout(10 * call + number) for number in numbers], numbers, rank, version=3)
+            for call, numbers in enumerate((([1], [0, 2])[rank.rank], ([1], [0])[rank.rank], ([], [0])[rank.rank]))
+        )
+        calls = [GenerateCall(first, False), GenerateCall(second, False), GenerateCall(greedy, True)]
+        scored = [
+            dataclasses.replace(
+                item, reward=item.seed + 0.5, turns=(item.turns[0], dataclasses.replace(item.turns[1], reward=1.0))
+            )
+            for item in first.local
+        ]
+        own = Rollouts.gather([rollout(90 + rank.rank)], None, rank)
+        parts = [first.replace_local(scored), second.select(second.reward + second.group == 0), own]
+        return make_step_record(calls, Rollouts.concat(parts), {"rollout/idle_frac": 0.5})
+
+    records = as_ranks(2, record)
+    rows = sorted(
+        (number, item.seed, item.reward, call)
+        for result in records
+        for number, item, call in zip(result.numbers, result.rollouts, result.calls, strict=True)
+    )
+    assert rows == [
+        *((0, 0, 0.5, 0), (1, 1, 1.5, 0), (2, 2, 2.5, 0), (3, 10, 0.0, 1), (4, 11, 0.0, 1), (5, 20, 0.0, 2)),
+        *((6, 90, 0.0, None), (7, 91, 0.0, None)),
+    ]
+    for result in records:
+        assert result.total == 8
+        assert result.generation == StepGeneration((False, False, True), 3, {"rollout/idle_frac": 0.5})
+        assert StepGeneration.from_json(result.generation.to_json()) == result.generation
 
 
 def test_resume_discards_later_steps(tmp_path: Path) -> None:

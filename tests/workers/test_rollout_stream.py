@@ -334,7 +334,7 @@ def test_reads_the_folder_name_of_earlier_versions(tmp_path: Path) -> None:
     manifest_file.write_text(manifest_file.read_text().replace("partial_groups/", "carried/"))
     resumed = OversampledRun(LOCAL, 1, LocalKVStore())
     resumed.resume(tmp_path, state)
-    assert resumed.stream._num_pending == run.stream._num_pending > 0
+    assert 0 < resumed.stream._num_pending <= run.stream._num_pending  # prompts that nobody had claimed start anew
 
 
 def test_damaged_file_raises(tmp_path: Path) -> None:

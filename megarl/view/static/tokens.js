@@ -216,7 +216,7 @@
   }
 
   function createFields(rollout) {
-    const { status, failure, ground_truth: groundTruth, branch, forks, drift } = rollout;
+    const { status, failure, ground_truth: groundTruth, branch, forks, drift, greedy } = rollout;
     const fields = [
       ["prompt", describePrompt(rollout)],
       ["reward", describeReward(rollout)],
@@ -226,7 +226,7 @@
     if (!isMissing(groundTruth) && groundTruth !== "null") fields.push(["ground truth", groundTruth]); // it is JSON
     if (rollout.tool_calls) fields.push(["tool calls", `${rollout.tool_calls}, ${rollout.tool_errors} failed`]);
     if (!isMissing(branch)) fields.push(["branch", `${branch}, ${forks} forks${drift ? ", drifted" : ""}`]);
-    fields.push(["seed", String(rollout.seed)]);
+    fields.push(greedy ? ["sampling", "greedy"] : ["seed", String(rollout.seed)]);
     const items = fields.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]);
     return el("dl", { class: "fields" }, ...items);
   }
