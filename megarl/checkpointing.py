@@ -26,7 +26,7 @@ from megarl.observe.control import Control
 from megarl.observe.run_folder import describe_fresh_start
 from megarl.parallel import ranks, row_exchange
 from megarl.parallel.host_copy import StagingBuffer
-from megarl.parallel.placement import placement_of, role_parallel
+from megarl.parallel.placement import placement_of, role_parallel, split_role
 from megarl.workers.actor import ReferenceWorker, SeparateReferenceWorker
 from megarl.workers.model_worker import TrainingWorker
 
@@ -172,9 +172,14 @@ class Checkpointer:
                 self._finish_save()
 
     def export(self) -> None:
-        """Write the trained model. If the disk is full, wait for room: the export is the point of the run."""
-        trained: Any = self.workers[self.requirements.main_role]
-        folder, timeout = self.log.run_dir / "export", self.config.run.storage_timeout_s
+        """Write the trained policies. If the disk is full, wait for room: the export is the point of the run."""
+        main, trained_roles = self.requirements.main_role, self.requirements.trained_roles
+        for role in (role for role in trained_roles if role == main or split_role(role)[1]):
+            policy = "" if role == main else f"_{split_role(role)[1]}"
+            self._export(self.workers[role], self.log.run_dir / f"export{policy}")
+
+    def _export(self, trained: Any, folder: Path) -> None:
+        timeout = self.config.run.storage_timeout_s
         began, has_alarmed = time.monotonic(), False
         while True:
             try:

@@ -38,13 +38,20 @@ from megarl.models.registry import load_hf_config
 from megarl.observe.clock import Clock
 from megarl.observe.control import Configurable, Control
 from megarl.observe.hang_watchdog import HangWatchdog
-from megarl.observe.metrics import ZeroSpreadWarning, batch_metrics, rollout_metrics
+from megarl.observe.metrics import ZeroSpreadWarning, batch_metrics, prefix_metrics, rollout_metrics
 from megarl.observe.mfu import GpuMonitor, compute_throughput, select_remote_clocks
 from megarl.observe.profiler import StepProfiler
 from megarl.observe.run_log import RunLog
 from megarl.observe.step_record import GenerateCall
 from megarl.parallel import device, kv_store, ranks, row_exchange, wait_listeners
-from megarl.parallel.placement import has_separate_reference, placement_of, with_role
+from megarl.parallel.placement import (
+    has_separate_reference,
+    is_engine_role,
+    placement_of,
+    split_role,
+    with_role,
+)
+from megarl.parallel.policy_configs import policy_config, takes_turns
 from megarl.parallel.ranks import create_role_layouts
 from megarl.workers.actor import ActorWorker, ReferenceWorker, SeparateReferenceWorker
 from megarl.workers.context import Context, Worker
@@ -80,6 +87,20 @@ def _reject_arguments(call: str, names: Iterable[str], known: Sequence[str] = ()
 
 class RoleUnavailable(ConfigError, AttributeError):
     """Raised for a role that a controller reads before the workers start, or that it does not list."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RoleComponent:
+    """A worker that gets a changed configuration as its role sees it, see `policy_configs.policy_config`."""
+
+    role: str
+    worker: Worker
+
+    def check_config(self, config: Config) -> None:
+        self.worker.check_config(policy_config(config, self.role))
+
+    def set_config(self, config: Config) -> None:
+        self.worker.set_config(policy_config(config, self.role))
 
 
 class HybridFlow:
@@ -210,7 +231,9 @@ class HybridFlow:
         metrics = dict(result.metrics)
         if result.rollouts is not None:
             metrics |= rollout_metrics(result.rollouts)
-        worker_metrics = {role: worker.metrics() for role, worker in self.workers.items()}
+        worker_metrics = {
+            role: prefix_metrics(worker.metrics(), split_role(role)[1]) for role, worker in self.workers.items()
+        }
         for values in worker_metrics.values():
             metrics |= values
         if self.watchdog is not None:
@@ -395,15 +418,17 @@ class HybridFlow:
             alarm=self.log.alarm,
         )
         for role, factory in self.worker_factories.items():
-            shares_model = role == "reference" and not has_separate_reference(config)
-            arguments = {"actor": self.actor} if shares_model else {}
-            worker = factory(dataclasses.replace(context, role=role), **arguments)
+            base, policy = split_role(role)
+            shares_model = base == "reference" and (bool(policy) or not has_separate_reference(config))
+            arguments = {"actor": getattr(self, f"actor_{policy}" if policy else "actor")} if shares_model else {}
+            worker = factory(self._role_context(context, role), **arguments)
             setattr(self, role, worker)
             self.workers[role] = worker
             ranks.run_on_all(worker.start)
         for worker in self.workers.values():
             worker.wait_ready()
-        components: list[Configurable] = [self, self.controller, *self.workers.values()]
+        workers = [RoleComponent(role, worker) for role, worker in self.workers.items()]
+        components: list[Configurable] = [self, self.controller, *workers]
         self.control = self.checkpointer.control = Control(self.log.run_dir, config, components, self.log.log)
         self.control.start(1)
         self.evaluator = Evaluator(self, self.eval_items)
@@ -418,11 +443,32 @@ class HybridFlow:
             self.log.log(f"resumed from {checkpoint} after step {self.step}{changes}")
         self.clock.lap()
 
+    def _role_context(self, context: Context, role: str) -> Context:
+        """Return the context of a role's worker."""
+        takes = is_engine_role(self.config, role) and takes_turns(self.config, self.requirements.roles, role)
+        context = dataclasses.replace(context, role=role, takes_turns=takes)
+        config = policy_config(self.config, role)
+        if config is self.config:
+            return context
+        context = dataclasses.replace(
+            context, config=largest_config(config), hf_config=load_hf_config(config.model.path)
+        )
+        policy = split_role(role)[1]
+        if not policy:  # a frozen model: no updates, and no weight sync
+            return dataclasses.replace(context, num_updates={})
+        updates = {**context.num_updates, "actor": context.num_updates[f"actor_{policy}"]}
+        chat = read_chat(context.hf_config, config, self.requirements)
+        return dataclasses.replace(context, num_updates=updates, chat=chat)
+
     def sync_weights(self) -> None:
         """Sync restored weights to the engines, if there are any; no update precedes this."""
-        if "rollout" in self.workers and "actor" in self.workers:
-            self.rollout.sleep()  # as in a step: a weight sync never coexists with a KV cache
-            self.rollout.update_weights(self.actor)
+        for role, worker in self.workers.items():
+            base, policy = split_role(role)
+            actor = self.workers.get(f"actor_{policy}" if policy else "actor")
+            if base == "rollout" and actor is not None:
+                rollout: Any = worker
+                rollout.sleep()  # as in a step: a weight sync never coexists with a KV cache
+                rollout.update_weights(actor)
 
     def _describe_models(self) -> list[str]:
         """Return a line for each model whose first rank this is."""

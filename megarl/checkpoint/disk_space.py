@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,9 +18,11 @@ from megarl.models.family import HFConfig
 from megarl.models.layout_algebra import Param
 from megarl.models.lora_tables import adapter_params
 from megarl.models.memory import critic_params
-from megarl.models.registry import family_of, num_trained_mtp
+from megarl.models.registry import family_of, load_hf_config, num_trained_mtp
 from megarl.models.routing import routing_shape
 from megarl.models.sparse_indices import index_shape
+from megarl.parallel.placement import split_role
+from megarl.parallel.policy_configs import policy_config
 from megarl.types.requirements import Requirements
 
 OPTIMIZER_BYTES = 12
@@ -59,6 +62,12 @@ def estimate_space(
     if config.kl.refresh_reference_every and "reference" in requirements.roles:
         total += _weights(adapter_params(policy, config.lora) if config.lora.rank else policy, dtype)
     total += partial_rollout_bytes(hf, config) if requirements.has_rollout else 0
+    for role in requirements.trained_roles:
+        if split_role(role)[1]:
+            other = policy_config(config, role)
+            parts = replace(requirements, trained_roles=("actor",), roles=("actor",))
+            space = estimate_space(load_hf_config(other.model.path), None, other, parts)
+            total, exported = total + space.checkpoint, exported + space.export
     return SpaceEstimate(_add_overhead(total), _add_overhead(exported))
 
 

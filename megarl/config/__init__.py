@@ -160,8 +160,8 @@ class Config:
     roles: dict[str, Any] = field(default_factory=dict)
     """Workers of the roles: `{teacher: {model: /models/big, parallel: {tp: 2}}, reference: {parallel: {pp: 2}}, reward:
     {backend: http, options: {url: http://judge:8000/score}}, mine: {worker: lab.roles:Mine}}`, with the parameters of
-    `flow.register_worker`. Models and layouts of actor, critic and reward are in their sections. `workers/README.md`
-    lists the backends."""
+    `flow.register_worker`. Models and layouts of actor, critic and reward are in their sections. With `backend: sglang`
+    a role has engines for its model, whose settings are in its `rollout`. `workers/README.md` lists the backends."""
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from megarl.checkpoint.manifest import Write, write_nothing
 from megarl.config import Config, ConfigError, plugins, strict
 from megarl.config.recipes import find_recipe
+from megarl.parallel.placement import is_engine_role, split_role
+from megarl.parallel.policy_configs import JUDGE
 from megarl.types import Comm, Rollouts, TrainBatch
 from megarl.types.requirements import ITEM_KINDS, ItemKind, Requirements
 
@@ -230,10 +232,14 @@ def load_requirements(config: Config) -> Requirements:
     cls.read_options(config)
     try:
         requirements = cls.declare_requirements(config)
+    except ConfigError:
+        raise
     except Exception as error:  # of third-party code
         raise ConfigError(f"{key}.roles(config) raised {plugins.format_error(error)}") from error
     if not requirements.roles or not all(isinstance(role, str) and role.isidentifier() for role in requirements.roles):
         raise ConfigError(f"{key}.roles(config) gives {requirements.roles!r}, not a tuple of names of roles")
+    if "reward" in requirements.roles and JUDGE not in requirements.roles and is_engine_role(config, JUDGE):
+        requirements = replace(requirements, roles=(JUDGE, *requirements.roles))  # first, so that the others find it
     if duplicates := {role for role in requirements.roles if requirements.roles.count(role) > 1}:
         raise ConfigError(f"{key}.roles(config) lists {min(duplicates)} twice; name it once")
     if missing := [role for role in requirements.trained_roles if role not in requirements.roles]:
@@ -243,6 +249,10 @@ def load_requirements(config: Config) -> Requirements:
         )
     if not requirements.trained_roles and not requirements.has_rollout:
         raise ConfigError(f"{key} trains nothing, and generates nothing: name a role in `trained_roles`")
-    if requirements.trained_roles and requirements.has_rollout and "actor" not in requirements.roles:
-        raise ConfigError(f"{key} lists the role rollout, whose weights are the actor's, but no actor")
+    for role in requirements.roles:
+        base, policy = split_role(role)
+        actor = f"actor_{policy}" if policy else "actor"
+        needs_actor = (base == "rollout" and bool(requirements.trained_roles)) or (base == "reference" and bool(policy))
+        if needs_actor and actor not in requirements.roles:
+            raise ConfigError(f"{key} lists the role {role}, whose weights are the actor's, but no {actor}")
     return requirements

@@ -6,6 +6,7 @@ For a setting that is legal but surely not intended they append a line to `warni
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +32,8 @@ from megarl.models.registry import family_of, num_trained_mtp
 from megarl.models.routing import routing_shape
 from megarl.models.sparse_indices import index_shape
 from megarl.parallel import device
-from megarl.parallel.placement import check_engine_ranks, prefix_role_error, role_config, role_parallel
+from megarl.parallel.placement import check_engine_ranks, prefix_role_error, role_config, role_parallel, split_role
+from megarl.parallel.policy_configs import policy_config
 from megarl.rewards.functions import check_truth_file
 from megarl.types.requirements import Requirements
 
@@ -119,7 +121,8 @@ def check_role_layout(hf: HFConfig, config: Config, role: str) -> None:
     try:
         if role in ("critic", "reward_model"):
             qwen_vl.check_training(hf, family_of(hf), role_settings, role)
-        check_training_layout(hf, role_settings if role == "critic" else replace(role_settings, lora=LoraConfig()))
+        is_trained = role == "critic" or split_role(role)[0] == "actor"
+        check_training_layout(hf, role_settings if is_trained else replace(role_settings, lora=LoraConfig()))
     except ConfigError as error:
         raise prefix_role_error(config, role, error) from None
 
@@ -173,6 +176,25 @@ def check_engine(hf: HFConfig, config: Config) -> None:
     for name, width, parts in widths:
         if width % parts:
             raise ConfigError(f"{rollout.tp=} with {rollout.ep=} would cut the model's {name}={width} in {parts}")
+
+
+def check_role_engine(hf: HFConfig, config: Config, role: str) -> None:
+    """Check the engines of a role besides `rollout`, on their ranks and for their model."""
+    derived = policy_config(config, role)
+    try:
+        check_engine_ranks(derived)
+        if derived.rollout.tp % derived.rollout.ep:
+            raise ConfigError(f"rollout.ep={derived.rollout.ep} does not divide rollout.tp={derived.rollout.tp}")
+        check_engine(hf, derived if split_role(role)[1] else replace(derived, lora=LoraConfig()))
+        longest = int(family_of(hf).gpt_kwargs(hf)["max_sequence_length"])
+        if derived.rollout.max_context > longest:
+            raise ConfigError(
+                f"rollout.max_context={derived.rollout.max_context} is beyond the model's {longest} positions; lower it"
+            )
+    except ConfigError as error:
+        text = re.sub(r"(?<![.\w])rollout\.", f"roles.{role}.rollout.", str(error))
+        text = text.replace("placement.rollout", f"placement.{role}")
+        raise ConfigError(f"the engines of the {role}: {text}") from None
 
 
 def check_drafts(hf: HFConfig, config: Config) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,16 @@ from megarl.models.family import VALUE_HEAD, HFConfig, is_classifier
 from megarl.models.hf_folder import open_hf
 from megarl.models.memory import InferenceStage, classifier_stages, inference_stages, unique_params
 from megarl.models.registry import family_of, load_hf_config, param_count
-from megarl.parallel.placement import BUILTIN_ROLES, is_on_megatron, role_backends, role_config, role_settings
+from megarl.parallel.placement import (
+    BUILTIN_ROLES,
+    is_engine_role,
+    is_on_megatron,
+    role_backends,
+    role_config,
+    role_settings,
+    split_role,
+)
+from megarl.parallel.policy_configs import list_engine_roles, policy_config
 from megarl.rewards.reward_settings import options_without
 from megarl.rewards.sequence_classifier import ClassifierOptions, get_context_length, resolve_label
 from megarl.types.requirements import Requirements
@@ -208,13 +217,17 @@ class ServedModels:
     """config.json of models that Megatron computes, by role."""
     classifier: tuple[HFConfig, int, str] | None
     """The reward model that transformers computes: config.json, number of elements, dtype."""
+    engine_configs: Mapping[str, HFConfig] = field(default_factory=dict)
+    """config.json of the models on engines besides the first policy's, by role."""
 
     @property
     def roles(self) -> tuple[str, ...]:
-        return (*self.megatron_configs, *(("reward",) if self.classifier else ()))
+        return (*self.megatron_configs, *(("reward",) if self.classifier else ()), *self.engine_configs)
 
     def count_params(self, role: str) -> int:
         """Return the number of parameters of a role's model, without its head if Megatron computes it."""
+        if role in self.engine_configs:
+            return sum(param_count(self.engine_configs[role]).values())
         if role in self.megatron_configs or not self.classifier:
             return sum(param_count(self.megatron_configs[role]).values())
         return self.classifier[1]
@@ -258,7 +271,29 @@ def read_served_models(
     frozen = (TEACHER, SEPARATE_REFERENCE)
     frozen_policies = [r for r in declared.roles if resolve_worker(config, declared, r, worker_of(r)) in frozen]
     configs |= _read_role_models(hf, config, declared, frozen_policies, dry_run, warnings)
-    return ServedModels(configs, classifier)
+    engine_configs = {
+        role: _engine_model(hf, config, role, dry_run, warnings)
+        for role in list_engine_roles(config, declared.roles)
+        if role != "rollout"
+    }
+    return ServedModels(configs, classifier, engine_configs)
+
+
+def _engine_model(hf: HFConfig, config: Config, role: str, dry_run: bool, warnings: list[str]) -> HFConfig:
+    """Return config.json of the model on a role's engines, which only sees text of the first policy."""
+    path, policy = policy_config(config, role).model.path, split_role(role)[1]
+    if policy and not role_settings(config, f"actor_{policy}").model:
+        return hf  # the first policy's
+    key = f"roles.{f'actor_{policy}' if policy else role}.model"
+    source = f"{key}={path}"
+    if _plans_as_policy(path, source, dry_run, warnings):
+        return hf
+    model = read_complete_folder(path, key, head=False)
+    if is_classifier(model):
+        raise ConfigError(f"{source} is a classifier, {model['architectures'][0]}, which generates no text")
+    if not list(Path(path).glob("tokenizer*")):
+        raise ConfigError(f"{source} has no tokenizer; put tokenizer.json beside config.json")
+    return model
 
 
 def _reward_model(
@@ -333,7 +368,8 @@ def _read_role_models(
     ]
     configs: dict[str, HFConfig] = {}
     for role in declared.roles:
-        if role in BUILTIN_ROLES and role != "reference":
+        is_engine = is_engine_role(config, role)
+        if is_engine or (split_role(role)[0] in BUILTIN_ROLES and role != "reference"):
             continue
         if role == "reference" and is_on_megatron(config, role) and not role_settings(config, role).model:
             configs[role] = hf  # the policy's, on other ranks or in another layout

@@ -50,7 +50,9 @@ from megarl.parallel.placement import (
     placement_of,
     role_parallel,
     role_settings,
+    split_role,
 )
+from megarl.parallel.policy_configs import list_engine_roles, policy_config, takes_turns
 from megarl.reshard.plan.from_config import engine_layout, plan_from_config
 from megarl.rewards.functions import load_functions
 from megarl.rewards.reward_settings import check_reward
@@ -280,6 +282,11 @@ def validate(
                 "run.eval_every with rollout.replay: nothing is evaluated, because no engine answers the prompts of "
                 "data.eval; evaluate checkpoints with `python -m megarl.eval`"
             )
+    for role, model in served.engine_configs.items():
+        does_divide = passes(checks.check_role_engine, model, config, role) and does_divide
+        if (policy := split_role(role)[1]) and does_divide:
+            does_divide = passes(checks.check_role_layout, model, config, f"actor_{policy}")
+            does_divide = does_divide and passes(plan_from_config, model, policy_config(config, role))
     if not does_divide:
         return rejected
     passes(checks.check_routing, hf, config, declared)
@@ -288,7 +295,7 @@ def validate(
         passes(checks.check_disk_space, hf, critic_hf, config, declared, warnings)
     stages = served.stages(config, declared)
     plans = {
-        group_label: plan_memory(hf, config, declared, critic_hf, stages, role, ranks)
+        group_label: plan_memory(hf, config, declared, critic_hf, stages, role, ranks, served.engine_configs)
         for group_label, (role, ranks) in _group_ranks(config, declared.roles, stages).items()
     }
     (label, memory), *other_plans = plans.items()
@@ -359,11 +366,13 @@ def _group_ranks(config: Config, roles: Sequence[str], served: Iterable[str]) ->
     """Return a label for each set of ranks with the same models -> the role whose stages they are planned by, and the
     ranks.
 
-    The actor's ranks come first; the role is `rollout` if there are only engines. Functions need no significant memory.
+    The actor's ranks come first; the role is one with engines if there are only engines. Functions need no significant
+    memory.
     """
     placement = placement_of(config)
     trained = [role for role in ("actor", "reward_model", "critic") if role in roles]
-    models = (*trained, *served, *(role for role in roles if role == "rollout"))
+    trained += [role for role in roles if split_role(role)[0] == "actor" and role != "actor"]
+    models = (*trained, *served, *list_engine_roles(config, roles))
     ranks_by_models: dict[tuple[str, ...], list[int]] = {}
     for rank in range(placement.world):
         if local_models := tuple(role for role in models if rank in placement.ranks_of(role)):
@@ -408,6 +417,7 @@ def _facts(
         layout += _describe_parallel(role_parallel(config, declared.main_role), "", bool(experts))
         layout.append(("layers by stage", " ".join(map(str, layers)) + parts))
     other_roles = {"critic": bool(experts)} if "critic" in roles else {}
+    other_roles |= {role: bool(experts) for role in roles if split_role(role)[0] == "actor" and role != "actor"}
     other_roles |= {role: bool(family_of(m).num_experts(m)) for role, m in served_models.megatron_configs.items()}
     for role, has_experts in other_roles.items():
         has_layout = role != "critic" and role_settings(config, role).parallel
@@ -444,6 +454,16 @@ def _facts(
             weights = "synced with the policy" if engine_layout(config).draft else "as in the checkpoint"
             drafts = f"{rollout.num_speculative_tokens} tokens at a time; the draft layer is {weights}"
             facts["engines"].append(("drafts", drafts))
+    for role in served_models.engine_configs:
+        derived = policy_config(config, role)
+        turns = "; takes turns with others" if takes_turns(config, roles, role) else ""
+        facts[f"{role}"] = [
+            ("SGLang engines", f"{len(engine_ranks(derived))} of tp {derived.rollout.tp}, ep {derived.rollout.ep}"),
+            (
+                "requests at once",
+                f"{derived.rollout.concurrency} an engine, up to {derived.rollout.max_context} tokens each{turns}",
+            ),
+        ]
     if declared.has_rollout:
         facts["host"] = _describe_host_memory(hf, config, declared, bool(experts))
     return facts
@@ -547,12 +567,20 @@ def memory_table(stages: list[StageMemory]) -> Table:
         ([s.training for s in shown], "in training", [s.training_total for s in shown]),
         ([s.generation for s in shown], "in generation", [s.generation_total for s in shown]),
         ([s.weight_sync for s in shown], "in weight sync", [s.weight_sync_total for s in shown]),
+        *(
+            (
+                [s.other_engines[role] for s in shown],
+                f"while the {role} is awake",
+                [s.other_engine_total(role) for s in shown],
+            )
+            for role in shown[0].other_engines
+        ),
         ([s.host for s in shown], "", []),
     ]
     for parts, title, totals in blocks:
         for name in parts[0]:
             suffix = " (host)" if parts[0] is shown[0].host else ""
-            prefix = ESTIMATE_PREFIXES.get(name, "")
+            prefix = "about " if name.endswith("KV cache") else ESTIMATE_PREFIXES.get(name, "")
             cells = [prefix + format_bytes(part[name]) if part[name] else "-" for part in parts]
             table.add_row(name + suffix, *cells)
         if totals and parts[0]:

@@ -148,7 +148,9 @@ def pack_payload(tensors: NamedTensors) -> str:
 class Engine:
     """Life cycle of one engine. Not thread-safe; one object per engine, on its lead rank.
 
-    index: number of the engine within the job; names its log `<run.dir>/logs/engine_<index>.log`.
+    index: number of the engine among those of its role.
+    label: with the index, names the engine in messages, and its log `<run.dir>/logs/engine_<index>.log`.
+    keeps_weights: sleep with a copy of the weights on the host; otherwise a weight sync must follow each wake-up.
     threads: per tensor parallel rank on a CPU; 0 for its share of the cores. A shared host's value takes precedence.
     first_device: the engine's first GPU.
     nnodes, node_rank, dist_init_addr ("host:port"): for an engine across machines, with one object on each. Only the
@@ -160,6 +162,8 @@ class Engine:
         config: Config,
         index: int = 0,
         *,
+        label: str = "engine",
+        keeps_weights: bool = False,
         threads: int = 0,
         first_device: int = 0,
         nnodes: int = 1,
@@ -167,7 +171,7 @@ class Engine:
         dist_init_addr: str = "",
     ) -> None:
         server_args.check(config.rollout.sglang)
-        self.config, self.index = config, index
+        self.config, self.index, self.name, self.keeps_weights = config, index, f"{label} {index}", keeps_weights
         self.nnodes, self.node_rank, self.dist_init_addr = nnodes, node_rank, dist_init_addr
         self.threads, self.first_device = threads, first_device
         self.api_key, self.port = secrets.token_urlsafe(24), 0
@@ -180,7 +184,7 @@ class Engine:
         self.tool_call_marker = ""
         """Text by which SGLang's parser recognizes a tool call; empty if the parser has none."""
         node = f"_node_{node_rank}" if nnodes > 1 else ""
-        self.log = Path(config.run.dir, "logs", f"engine_{index}{node}.log")
+        self.log = Path(config.run.dir, "logs", f"{self.name.replace(' ', '_')}{node}.log")
         self._platform = _platform()
         self._host: HostProcess | None = None
         self._server: HostedServer | None = None
@@ -251,6 +255,7 @@ class Engine:
             "enable_return_routed_experts": self.config.train.routing_replay,
             "enable_return_indexer_topk": self.config.train.sparse_index_replay,
             **({"dist_init_addr": self.dist_init_addr} if self.dist_init_addr else {}),
+            **({"enable_weights_cpu_backup": True} if self.keeps_weights and self._platform.HAS_MEMORY_SAVER else {}),
             # Weights are synced in bfloat16, and the plug-in dequantises those that SGLang loads.
             **({"json_model_override_args": '{"quantization_config": null}'} if is_mxfp4(hf) else {}),
             **server_args.speculative_args(rollout.num_speculative_tokens),
@@ -266,7 +271,7 @@ class Engine:
             "facts": str(self._facts.resolve()),
             "tool_call_parser": self.tool_call_parser,
             "start_method": self._platform.START_METHOD,
-            "secret": job_secret.engine_secret(self.index),
+            "secret": job_secret.engine_secret(self.name),
         }
         path = os.environ.get(HOST_VARIABLE, "")
         if not path:
@@ -276,7 +281,7 @@ class Engine:
         try:
             self._server = HostedServer(path, self.log, environment, settings)
         except OSError as error:
-            raise EngineError(f"engine {self.index}: no engine host listens at {path} ({error})") from None
+            raise EngineError(f"{self.name}: no engine host listens at {path} ({error})") from None
 
     def wait_ready(self, timeout: float | None = None) -> None:
         """Block until the engine answers; `timeout` defaults to `rollout.start_timeout` seconds.
@@ -288,7 +293,7 @@ class Engine:
         deadline = time.monotonic() + limit
         while not self._is_responding():
             if self._is_shut_down or self._server is None:
-                raise EngineError(f"engine {self.index} was terminated before it was ready")
+                raise EngineError(f"{self.name} was terminated before it was ready")
             if self._server.poll() is not None:
                 should_retry = self._server.is_abandoned or self._is_port_in_use()
                 if should_retry and self._tries < _MAX_ATTEMPTS:
@@ -296,10 +301,10 @@ class Engine:
                     self._launch()
                 else:
                     self._end()
-                    raise EngineError(f"engine {self.index} did not start; {self._describe_log_tail()}")
+                    raise EngineError(f"{self.name} did not start; {self._describe_log_tail()}")
             elif time.monotonic() > deadline:
                 self._end()
-                raise EngineError(f"engine {self.index} was not ready after {limit:g} s; {self._describe_log_tail()}")
+                raise EngineError(f"{self.name} was not ready after {limit:g} s; {self._describe_log_tail()}")
             time.sleep(0.2)
         facts = json.loads(self._facts.read_text())
         self.tool_call_marker = facts["tool_call_marker"]
@@ -318,13 +323,13 @@ class Engine:
         server = self._server  # another thread may restart the engine meanwhile
         if (start_number and start_number != self.start_number) or server is None or server.poll() is not None:
             raise EngineLost(
-                "died", f"engine {self.index} is not running; {self._describe_log_tail()}", start_number=start_number
+                "died", f"{self.name} is not running; {self._describe_log_tail()}", start_number=start_number
             )
 
     def hang_error(self, seconds: float) -> EngineLost:
         """Return the EngineLost for an engine that sent no heartbeat for `seconds`."""
         text = (
-            f"engine {self.index} sent no heartbeat for {seconds:.0f} s, more than rollout.hang_timeout="
+            f"{self.name} sent no heartbeat for {seconds:.0f} s, more than rollout.hang_timeout="
             f"{self.config.rollout.hang_timeout:g} allows; {self._describe_log_tail()}"
         )
         return EngineLost("hangs", text, seconds)
@@ -400,7 +405,7 @@ class Engine:
         self._asleep.update(awake)
 
     def wake_weights(self) -> None:
-        """Onload the weights alone, for a weight sync. On a GPU their contents are lost, so the sync must follow."""
+        """Onload the weights alone, for a weight sync. On a GPU their contents are lost unless `keeps_weights`."""
         self.wake(("weights",))
 
     def wake(self, parts: Sequence[str] = _MEMORY_TAGS) -> None:
@@ -410,7 +415,7 @@ class Engine:
             return
         if self._platform.HAS_MEMORY_SAVER:
             self._call("/resume_memory_occupation", {"tags": asleep})
-            self.is_usable = self.is_usable and "weights" not in asleep
+            self.is_usable = self.is_usable and (self.keeps_weights or "weights" not in asleep)
         self._asleep.difference_update(asleep)
 
     def shutdown(self) -> None:
@@ -437,10 +442,10 @@ class Engine:
                 text = answer.read()
         except urllib.error.HTTPError as error:
             text = error.read()[:500].decode(errors="replace")
-            raise EngineError(f"engine {self.index} refused {path}: {text or error}") from None
+            raise EngineError(f"{self.name} refused {path}: {text or error}") from None
         except OSError as error:
             is_timeout = isinstance(error, TimeoutError) or isinstance(getattr(error, "reason", None), TimeoutError)
-            text = f"engine {self.index} does not respond {path} ({error}); {self._describe_log_tail()}"
+            text = f"{self.name} does not respond {path} ({error}); {self._describe_log_tail()}"
             raise EngineLost("hangs" if is_timeout else "died", text) from None
         try:
             return json.loads(text)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from math import ceil, prod
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.config import Config, LoraConfig, ParallelConfig
+from megarl.config import Config, LoraConfig, ParallelConfig, RolloutConfig
 from megarl.models import int4
 from megarl.models.activation_memory import DTYPE_BYTES, layer_elements, logits_bytes, megatron_settings, training_bytes
 from megarl.models.deepseek_sparse import indexer_types, is_indexer
@@ -39,7 +39,8 @@ from megarl.models.layout_algebra import (
 from megarl.models.lora_tables import adapter_params
 from megarl.models.pipeline_stages import stage_layers
 from megarl.models.registry import family_of, num_trained_mtp
-from megarl.parallel.placement import has_separate_reference, placement_of, role_config
+from megarl.parallel.placement import has_separate_reference, placement_of, role_config, split_role
+from megarl.parallel.policy_configs import policy_config, takes_turns
 from megarl.types.requirements import Requirements
 
 REWARD_WEIGHTS = "reward model weights"
@@ -63,6 +64,8 @@ class StageMemory:
     weight_sync: dict[str, int]  # in addition, during weight sync
     host: dict[str, int]  # in host memory
     is_offloaded: bool
+    other_engines: dict[str, dict[str, int]] = field(default_factory=dict)
+    """By role, in addition while its engines are awake, which are not the policy's."""
 
     @property
     def training_total(self) -> int:
@@ -74,6 +77,10 @@ class StageMemory:
         states = self.states.get(REWARD_WEIGHTS, 0) if self.is_offloaded else sum(self.states.values())
         return states + sum(self.generation.values())
 
+    def other_engine_total(self, role: str) -> int:
+        states = 0 if self.is_offloaded else sum(self.states.values())
+        return states + sum(self.other_engines[role].values())
+
     @property
     def weight_sync_total(self) -> int:
         states = self.states.get("actor weights", 0) if self.is_offloaded else sum(self.states.values())
@@ -81,7 +88,8 @@ class StageMemory:
 
     @property
     def peak(self) -> int:
-        return max(self.training_total, self.generation_total, self.weight_sync_total)
+        others = [self.other_engine_total(role) for role in self.other_engines]
+        return max(self.training_total, self.generation_total, self.weight_sync_total, *others)
 
 
 class InferenceStage(NamedTuple):
@@ -119,6 +127,7 @@ def plan_memory(
     inference_models: Mapping[str, Sequence[InferenceStage]] | None = None,
     main_role: str = "",
     ranks: Collection[int] = (),
+    engine_models: Mapping[str, HFConfig] | None = None,
 ) -> list[StageMemory]:
     """Plan the memory of a rank of each pipeline stage of the actor, or of the reward model when that is trained.
 
@@ -126,36 +135,38 @@ def plan_memory(
     fullest counts. Raises ConfigError if the layout does not divide the model.
 
     critic_hf: None without a critic. inference_models: stages of inference-only models by role. main_role: the role to
-    plan for instead; `rollout` for ranks with engines only, which have no stages. ranks: those of its ranks to plan
-    for, all with the same models; by default all of them, where a role on some of them counts only there.
+    plan for instead; a role with engines for ranks with engines only, which have no stages. ranks: those of its ranks
+    to plan for, all with the same models; by default all of them, where a role on some of them counts only there.
+    engine_models: models of roles with engines besides `rollout`; on a rank only one role's are awake at a time.
     """
     lead = main_role or requirements.main_role
     placement, inference = placement_of(config), inference_models or {}
+    engine_models = engine_models or {}
+    other_actors = [role for role in requirements.trained_roles if split_role(role)[1] and role != lead]
     ranks = set(ranks or placement.ranks_of(lead))
-    local_roles = {lead}
-    if lead != "rollout":
-        roles = ("actor", "critic", "rollout", *inference)
+    local_roles = {lead} | {role for role in engine_models if ranks & set(placement.ranks_of(role))}
+    if lead != "rollout" and lead not in engine_models:
+        roles = ("actor", "critic", "rollout", *other_actors, *inference)
         local_roles |= {role for role in roles if ranks & set(placement.ranks_of(role))}
     rollout, size, tokens = config.rollout, DTYPE_BYTES[config.model.dtype], _tokens(config, requirements)
     hf_by_role = {"actor": hf, "reward_model": hf, "critic": critic_hf}
+    hf_by_role |= {role.replace("rollout_", "actor_"): model for role, model in engine_models.items()}
     trained = {
         role: _trained_stages(model, role_config(config, role), role, tokens)
-        for role in (() if lead in inference else (lead, "critic"))
+        for role in (() if lead in inference or lead in engine_models else (lead, "critic", *other_actors))
         if role in local_roles and (model := hf_by_role.get(role)) is not None
     }
     engine: dict[str, int] = {}
     if requirements.has_engines(config) and "rollout" in local_roles:
-        # `max_total_tokens` caps the cache; otherwise it must hold all of the engine's conversations.
-        cached = int(rollout.sglang.get("max_total_tokens") or rollout.concurrency * rollout.max_context)
-        drafts = bool(rollout.num_speculative_tokens)
-        engine["engine weights"] = engine_bytes(hf, rollout.tp, size, drafts)
-        engine["engine KV cache"] = cached * kv_elements(hf, rollout.tp, drafts) * size
-        if request_states := state_bytes_of_delta_nets(hf, rollout.tp, size):
-            slots = int(rollout.sglang.get("max_mamba_cache_size") or STATES_PER_REQUEST * rollout.concurrency)
-            if drafts:  # those after each token of a window, of which the rejected are dropped
-                requests = int(rollout.sglang.get("max_running_requests") or rollout.concurrency)
-                slots += (requests + 1) * (rollout.num_speculative_tokens + 1)
-            engine["engine states"] = slots * request_states
+        engine = engine_parts(hf, rollout, size)
+    other_engines = {
+        role: {
+            name.replace("engine", role): amount
+            for name, amount in engine_parts(model, policy_config(config, role).rollout, size).items()
+        }
+        for role, model in engine_models.items()
+        if role in local_roles
+    }
     lead_stages: Sequence[InferenceStage | TrainedStage] = inference.get(lead) or trained.get(lead) or ()
     layers = [stage.layers for stage in lead_stages] or [()]
     models: dict[str, Sequence[InferenceStage | TrainedStage]] = {**trained, **inference}
@@ -182,9 +193,10 @@ def plan_memory(
             # One model computes at a time, so the larger of the two counts.
             training["activations"] = max(training["activations"], largest.activations)
             training["micro-batches"] = max(training["micro-batches"], largest.inputs)
-        if stage == len(layers) - 1 and lead == "actor":
+        if stage == len(layers) - 1 and split_role(lead)[0] == "actor":
             tp, at_once = role_config(config, lead).parallel.tp, config.train.logits_chunk_size
-            training["logits"] = logits_bytes(hf["vocab_size"], hf["hidden_size"], tp, tokens, at_once, size)
+            model = hf_by_role.get(lead) or hf
+            training["logits"] = logits_bytes(model["vocab_size"], model["hidden_size"], tp, tokens, at_once, size)
         generation, weight_sync, host = dict(engine), {}, checkpoint_copy(config, states, trained)
         for role in (role for role in inference if role in local_roles):
             numbers = set(local_stages[role][in_stage].tolist()) - {_ELSEWHERE}
@@ -198,7 +210,9 @@ def plan_memory(
             states[f"{role} weights"] = fullest.weights
             training["activations"] = max(training["activations"], fullest.activations)
             training["logits"] = max(training["logits"], fullest.logits)
-        weights = states.get("actor weights", 0)
+        policy = split_role(lead)[1]
+        actor = f"actor {policy}" if policy else "actor"
+        weights = states.get(f"{actor} weights", 0)
         if "reference" in requirements.roles:
             is_refreshed, is_separate = config.kl.refresh_reference_every > 0, has_separate_reference(config)
             if is_separate:
@@ -212,16 +226,45 @@ def plan_memory(
             if copied and is_refreshed and config.run.save_every:  # staged, even without `run.save_async`
                 host[PENDING_CHECKPOINT] = host.get(PENDING_CHECKPOINT, 0) + copied
         if requirements.has_rollout and requirements.trained_roles:
-            engine_weights = engine.get("engine weights", 0)
+            engine_role = f"rollout_{policy}" if policy else "engine"
+            own_engine = other_engines.get(engine_role, {}) if policy else engine
+            engine_weights = own_engine.get(f"{engine_role} weights", 0)
             if staged := sync_staging_bytes(rollout.weight_sync_bucket_mb << 20, weights, engine_weights):
                 weight_sync.update({"engine weights": engine_weights, "reshard staging": staged})
             if weights and config.guards.ppo_kl:
-                host["last good policy"] = weights + states["actor optimizer"]
+                host["last good policy"] = weights + states[f"{actor} optimizer"]
             if config.train.offload and states:
                 host["states, while generating"] = sum(states[name] for name in states if "gradients" not in name)
+        if engine and takes_turns(config, requirements.roles, "rollout"):
+            host["engine weights, asleep"] = engine["engine weights"]
+        for role, parts in other_engines.items():
+            if takes_turns(config, requirements.roles, role):
+                host[f"{role} weights, asleep"] = parts[f"{role} weights"]
         offloaded = requirements.has_rollout and config.train.offload
-        stages.append(StageMemory(stage, stage_layer_ids, states, training, generation, weight_sync, host, offloaded))
+        stages.append(
+            StageMemory(
+                *(stage, stage_layer_ids, states, training, generation, weight_sync, host, offloaded, other_engines)
+            )
+        )
     return stages
+
+
+def engine_parts(hf: HFConfig, rollout: RolloutConfig, size: int) -> dict[str, int]:
+    """Return the memory of an engine on one of its ranks, by part. size: bytes per element."""
+    # `max_total_tokens` caps the cache; otherwise it must hold all of the engine's conversations.
+    cached = int(rollout.sglang.get("max_total_tokens") or rollout.concurrency * rollout.max_context)
+    drafts = bool(rollout.num_speculative_tokens)
+    parts = {
+        "engine weights": engine_bytes(hf, rollout.tp, size, drafts),
+        "engine KV cache": cached * kv_elements(hf, rollout.tp, drafts) * size,
+    }
+    if request_states := state_bytes_of_delta_nets(hf, rollout.tp, size):
+        slots = int(rollout.sglang.get("max_mamba_cache_size") or STATES_PER_REQUEST * rollout.concurrency)
+        if drafts:  # those after each token of a window, of which the rejected are dropped
+            requests = int(rollout.sglang.get("max_running_requests") or rollout.concurrency)
+            slots += (requests + 1) * (rollout.num_speculative_tokens + 1)
+        parts["engine states"] = slots * request_states
+    return parts
 
 
 _ELSEWHERE = -1
@@ -238,7 +281,7 @@ def _stage_by_rank(members: tuple[int, ...], count: int, world: int) -> NDArray[
 
 def _trained_stages(hf: HFConfig, config: Config, role: str, tokens: int) -> list[TrainedStage]:
     """Return the memory of a trained model by pipeline stage. tokens: of a micro-batch on a rank."""
-    parallel, size, is_actor = config.parallel, DTYPE_BYTES[config.model.dtype], role == "actor"
+    parallel, size, is_actor = config.parallel, DTYPE_BYTES[config.model.dtype], split_role(role)[0] == "actor"
     settings, layers = _settings_and_layers(hf, config)
     dp = parallel.world_size // (parallel.tp * parallel.pp)  # including cp: optimizer states are sharded over both
     expert_dp = max(1, parallel.world_size // (parallel.pp * parallel.ep * parallel.etp))

@@ -60,6 +60,12 @@ DEFAULT_SOURCE = "other"
 """Source in metric names for prompts without `data_source`."""
 
 
+def prefix_metrics(metrics: Mapping[str, float], policy: str) -> dict[str, float]:
+    """Return the metrics of another policy than the first under `<policy>/`, except those of guards, whose names have
+    the role. policy: empty for the first."""
+    return {name if not policy or name.startswith("guards/") else f"{policy}/{name}": metrics[name] for name in metrics}
+
+
 def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
     """Return `rollout/...` metrics averaged over the rollouts; empty for no rollouts.
 

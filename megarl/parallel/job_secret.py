@@ -73,9 +73,9 @@ def job_key() -> bytes:
     return hashlib.blake2b(job_id.encode(), key=_base_key(is_alone), digest_size=32).digest()
 
 
-def engine_secret(index: int) -> str:
-    """Return the secret of an engine's processes, equal on all nodes."""
-    return hashlib.blake2b(f"engine {index}".encode(), key=job_key(), digest_size=32).hexdigest()
+def engine_secret(name: str) -> str:
+    """Return the secret of the processes of the engine of this name, equal on all nodes."""
+    return hashlib.blake2b(name.encode(), key=job_key(), digest_size=32).hexdigest()
 
 
 def launcher_key() -> bytes:

@@ -38,7 +38,21 @@ ROLES_BY_OTHER_NAME = {name: role for role, names in _ROLE_NAMES.items() for nam
 """Names of roles in other projects, for suggestions in errors about unknown roles."""
 
 
-MEGATRON = "megatron"
+POLICY_ROLES = ("actor", "rollout", "reference")
+"""Roles that each policy has."""
+_POLICY_ROLE = re.compile(rf"({'|'.join(POLICY_ROLES)})_(\w+)")
+
+
+def split_role(role: str) -> tuple[str, str]:
+    """Return the role that `role` is for another policy than the first, and that policy's name: (actor, b) of actor_b.
+
+    The name is empty for all other roles.
+    """
+    match = _POLICY_ROLE.fullmatch(role)
+    return (match[1], match[2]) if match else (role, "")
+
+
+MEGATRON, SGLANG = "megatron", "sglang"
 SERVICES = ("http", "judge")
 """Reward backends that query a service, in addition to the backend that computes `reward.model`."""
 
@@ -54,9 +68,13 @@ class RoleConfig:
     `reward.model`, and http or judge.
     """
     model: str = ""
-    """HF folder of the role's own model, which must have the policy's vocabulary."""
+    """HF folder of the role's own model, which must have the policy's vocabulary unless an engine serves it."""
     parallel: dict[str, Any] = field(default_factory=dict)
     """Overrides of that model's layout: keys of `parallel` except world_size and ranks_per_node."""
+    rollout: dict[str, Any] = field(default_factory=dict)
+    """Settings of the role's engines: keys of `rollout`, see `parallel/policy_configs.py`."""
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    """Overrides of `actor_optimizer` for another policy's actor."""
     options: dict[str, Any] = field(default_factory=dict)
     """Additional arguments of the worker, by name."""
 
@@ -64,10 +82,16 @@ class RoleConfig:
 def role_settings(config: Config, role: str) -> RoleConfig:
     """Return a role's settings. Raises ConfigError for invalid keys and for keys that belong to another section."""
     settings: RoleConfig = strict.build_dataclass(RoleConfig, config.roles.get(role, {}), f"roles.{role}.", root=Config)
-    for name, key in zip(("model", "parallel"), BUILTIN_ROLES.get(role, ()), strict=False):
+    base, policy = split_role(role)
+    own_keys = BUILTIN_ROLES.get(role, ()) if base == "actor" or not policy else ("", "")
+    for name, key in zip(("model", "parallel"), own_keys, strict=False):
         if getattr(settings, name) and key != f"roles.{role}.{name}":
-            location = f"is {key}; set that" if key else "is that of the actor; remove it"
+            actor = f"actor_{policy}; set roles.actor_{policy}.{name}" if policy else "actor; remove it"
+            location = f"is {key}; set that" if key else f"is that of the {actor}"
             raise ConfigError(f"roles.{role}.{name}: for the {role} this {location}")
+    if settings.optimizer and not (base == "actor" and policy):
+        key = "critic.optimizer" if role == "critic" else "actor_optimizer"
+        raise ConfigError(f"roles.{role}.optimizer is for the actor of another policy, such as actor_b; set {key}")
     return settings
 
 
@@ -94,7 +118,14 @@ def has_model(config: Config, role: str) -> bool:
     """Return whether the role computes a model on ranks: every built-in role does, except a reward without a model."""
     if role == "reward":
         return bool(config.reward.model)
-    return role in BUILTIN_ROLES or bool(role_settings(config, role).model)
+    return split_role(role)[0] in BUILTIN_ROLES or bool(role_settings(config, role).model)
+
+
+def is_engine_role(config: Config, role: str) -> bool:
+    """Return whether the role runs engines on its ranks: `rollout`, also of another policy, and any role with
+    `backend: sglang`."""
+    base = split_role(role)[0]
+    return base == "rollout" or (base not in BUILTIN_ROLES and role_settings(config, role).backend == (SGLANG,))
 
 
 def has_separate_reference(config: Config) -> bool:
@@ -105,12 +136,13 @@ def has_separate_reference(config: Config) -> bool:
 
 
 def _shares_actor(config: Config, role: str) -> bool:
-    return role == "reference" and not has_separate_reference(config)
+    base, policy = split_role(role)
+    return base == "reference" and (bool(policy) or not has_separate_reference(config))
 
 
 def is_on_megatron(config: Config, role: str) -> bool:
     """Return whether the role has a model of its own, with a Megatron layout over its ranks."""
-    if role == "rollout" or _shares_actor(config, role):
+    if split_role(role)[0] == "rollout" or _shares_actor(config, role):
         return False
     return has_model(config, role) and role_backends(config, role)[0] in ("", MEGATRON)
 
@@ -191,6 +223,9 @@ class Placement:
             if role in following:
                 chain = " -> ".join((*following, role))
                 raise ConfigError(f"placement: {chain} follow each other; name the ranks of one of them")
+            base, policy = split_role(role)
+            if role not in placement and policy:
+                return ranks_of(f"actor_{policy}" if base == "reference" else base, following)
             if role not in placement:
                 return cls(world, {}).ranks_of(role) if role in _INDEPENDENT else ranks_of("actor", following)
             if role not in role_ranks:
@@ -205,9 +240,13 @@ class Placement:
         return cls(world, {role: ranks_of(role) for role in placement})
 
     def ranks_of(self, role: str) -> tuple[int, ...]:
-        """Return a role's ranks. By default actor and engines are on all ranks, other roles on the actor's."""
+        """Return a role's ranks. By default actor and engines are on all ranks, another policy's on those of the first,
+        and other roles on the actor's."""
         if role in self.role_ranks:
             return self.role_ranks[role]
+        base, policy = split_role(role)
+        if policy:
+            return self.ranks_of(f"actor_{policy}" if base == "reference" else base)
         return tuple(range(self.world)) if role in _INDEPENDENT else self.ranks_of("actor")
 
     @property
@@ -382,6 +421,13 @@ def check_placement(config: Config, roles: Collection[str], warnings: list[str])
         if not placement.ranks_of(role) and has_model(config, role):
             what = "reward.model runs" if role == "reward" else f"the {role} computes"
             raise ConfigError(f"placement.{role}=cpu, but {what} on ranks: name ranks, or remove the role")
+    for role in roles:
+        base, policy = split_role(role)
+        if policy and base == "reference" and placement.ranks_of(role) != placement.ranks_of(f"actor_{policy}"):
+            raise ConfigError(
+                f"placement.{role}={placement.format_ranks(role)}, but it is the model of actor_{policy} with other "
+                f"weights, and that is on {placement.format_ranks(f'actor_{policy}')}: remove placement.{role}"
+            )
     overlapping = []
     models = [role for role in roles if has_model(config, role) and not _shares_actor(config, role)]
     for role, other in combinations(models, 2):

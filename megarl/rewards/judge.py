@@ -1,4 +1,5 @@
-"""Rewards from a generative judge: a model behind an OpenAI-compatible API of SGLang, vLLM, or another server.
+"""Rewards from a generative judge: a model behind an OpenAI-compatible API of SGLang, vLLM, or another server, or on
+engines of the job (the role `judge`, `workers/judge_engines.py`).
 
 The policy's text may hold anything and is inserted as it is. `{fence}` is derived from the answer's own hash, so the
 answer cannot contain it. That separates it from the template; it does not keep a judge from believing what it reads.
@@ -6,6 +7,7 @@ answer cannot contain it. That separates it from the template; it does not keep 
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -63,6 +65,20 @@ class JudgeOptions(HttpOptions):
     """Further request fields, which override the defaults of temperature 0 and 1024 tokens: seed, max_tokens, ..."""
 
     @classmethod
+    def read_own(cls, options: dict[str, Any], concurrency: int, timeout: float) -> Self:
+        """Parse the options of a judge on the job's engines, which set the address. Raises ConfigError as `read` does.
+
+        concurrency, timeout: those of the engines.
+        """
+        if remote := sorted({"model", "concurrency", "private", "auth_env"} & set(options)):
+            raise ConfigError(
+                f"{OPTIONS_PREFIX}{remote[0]} is for a judge outside of the job, and roles.judge has engines for it: "
+                f"remove one of them, or set {OPTIONS_PREFIX}url"
+            )
+        address = {"url": "http://127.0.0.1", "model": "judge", "private": True}
+        return cls.read({"timeout": timeout, **options, **address, "concurrency": concurrency})
+
+    @classmethod
     def read(cls, options: dict[str, Any]) -> Self:
         """Parse options. Raises ConfigError as `HttpOptions.read` does, and if they cannot give a score."""
         texts = {name: options[name] for name in ("prompt", "pattern") if name in options}  # may span several lines
@@ -101,9 +117,17 @@ class Judge(HttpScorer):
     part, path, status_path = "judge", "/chat/completions", "/models"
     options: JudgeOptions
 
-    def __init__(self, options: JudgeOptions) -> None:
+    def __init__(self, options: JudgeOptions, is_own: bool = False) -> None:
+        """is_own: the job's engines serve it; see `at`."""
         super().__init__(options, "judge", batch_size=1)
+        self.is_own = is_own
         self._pattern = regex.compile(options.pattern)
+
+    def at(self, url: str, api_key: str) -> Judge:
+        """Return the same judge at another address."""
+        judge = copy.copy(self)
+        judge.options, judge._api_key = replace(self.options, url=(f"{url}/v1",)), api_key
+        return judge
 
     def _encode(self, rollout: Rollout) -> Mapping[str, Any]:
         message = {"role": "user", "content": fill_template(self.options.prompt, rollout)}

@@ -9,7 +9,8 @@ from typing import Any
 from megarl.config import Config, ConfigError, RolloutConfig
 from megarl.config.strict import closest_match, short_repr
 from megarl.environments.catalog import ENVIRONMENTS_KEY, load_catalog
-from megarl.parallel.placement import MEGATRON, SERVICES, role_backends
+from megarl.parallel.placement import MEGATRON, SERVICES, is_engine_role, role_backends
+from megarl.parallel.policy_configs import JUDGE, policy_config
 from megarl.rewards import composite
 from megarl.rewards.functions import load_functions
 from megarl.rewards.judge import Judge, JudgeOptions
@@ -33,9 +34,10 @@ def options_without(options: Mapping[str, Any], other_backend: str) -> dict[str,
 
 def build_services(config: Config, options: Mapping[str, Any]) -> dict[str, HttpScorer]:
     """Build the clients of the reward services and judges, by the names of their parts: that of the role's backend, and
-    those of the option `services`, `{style: {backend: http, url: ..}}`. Raises ConfigError for invalid options."""
+    those of the option `services`, `{style: {backend: http, url: ..}}`. A judge without a `url` is on the job's engines
+    of the role `judge`. Raises ConfigError for invalid options."""
     model, backend = role_backends(config, "reward")
-    scorers = [_build_service(backend, options_without(options, model))] if backend else []
+    scorers = [_build_service(config, backend, options_without(options, model))] if backend else []
     services = {scorer.part: scorer for scorer in scorers}
     named = options.get("services") or {}
     if not isinstance(named, Mapping):
@@ -51,16 +53,26 @@ def build_services(config: Config, options: Mapping[str, Any]) -> dict[str, Http
         if not str(name).isidentifier() or name in (*services, "model", composite.PART):
             raise ConfigError(f"{key}: its name is that of a part of the reward, so it must be a new name of letters")
         try:
-            scorer = _build_service(kind, {option: settings[option] for option in settings if option != "backend"})
+            scorer = _build_service(config, kind, {key: settings[key] for key in settings if key != "backend"})
         except ConfigError as error:
             raise ConfigError(str(error).replace(OPTIONS_PREFIX, f"{key}.")) from None
         scorer.part, scorer.options_prefix = name, f"{key}."
         services[name] = scorer
+    if is_engine_role(config, JUDGE) and not any(isinstance(s, Judge) and s.is_own for s in services.values()):
+        raise ConfigError(
+            "roles.judge has engines for a judge, but there is none without a url: set roles.reward.backend to judge, "
+            "or [megatron, judge] beside a model, or remove roles.judge"
+        )
     return services
 
 
-def _build_service(backend: str, options: dict[str, Any]) -> HttpScorer:
-    return Service(ServiceOptions.read(options)) if backend == "http" else Judge(JudgeOptions.read(options))
+def _build_service(config: Config, backend: str, options: dict[str, Any]) -> HttpScorer:
+    if backend == "http":
+        return Service(ServiceOptions.read(options))
+    if "url" in options or not is_engine_role(config, JUDGE):
+        return Judge(JudgeOptions.read(options))
+    rollout = policy_config(config, JUDGE).rollout
+    return Judge(JudgeOptions.read_own(options, rollout.concurrency, rollout.request_timeout), is_own=True)
 
 
 def check_reward(config: Config, requirements: Requirements, options: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ import random
 import re
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple, Self
 from urllib.parse import parse_qsl, urlsplit
@@ -109,6 +109,8 @@ class HttpScorer(ABC):
     def __init__(self, options: HttpOptions, service_name: str, batch_size: int) -> None:
         self.options, self.service_name, self._batch_size = options, service_name, batch_size
         self._random = random.Random()  # separate from the generator that a checkpoint restores
+        self._api_key = ""
+        """Key of the service, in place of `auth_env`."""
 
     @abstractmethod
     def _encode(self, rollout: Rollout) -> Mapping[str, Any]:
@@ -138,10 +140,16 @@ class HttpScorer(ABC):
 
         asyncio.run(check())
 
-    def score(self, rollouts: Sequence[Rollout], max_failed: float = math.inf) -> list[RewardResult]:
+    def score(
+        self,
+        rollouts: Sequence[Rollout],
+        max_failed: float = math.inf,
+        watch: Callable[[], Coroutine[Any, Any, None]] | None = None,
+    ) -> list[RewardResult]:
         """Return the reward of each rollout, or the reason of a failure.
 
         max_failed: once more rollouts than this have failed, the others are no longer sent and are `NOT_SCORED`.
+        watch: see `post_all`.
         """
         results: list[RewardResult] = [NOT_SCORED] * len(rollouts)
         encoded: list[tuple[int, bytes]] = []
@@ -163,18 +171,20 @@ class HttpScorer(ABC):
                 num_failed += isinstance(result, RewardFailure)
             return num_failed <= max_failed
 
-        self.post_all([self._join([text for _, text in batch]) for batch in batches], record)
+        self.post_all([self._join([text for _, text in batch]) for batch in batches], record, watch)
         return results
 
     def post_all(
         self,
         bodies: Sequence[bytes],
         should_continue: Callable[[int, HttpResponse | RewardFailure], bool] = lambda number, response: True,
+        watch: Callable[[], Coroutine[Any, Any, None]] | None = None,
     ) -> list[HttpResponse | RewardFailure]:
         """Send one request per body and return the responses in order.
 
         should_continue: called with each response as it arrives. Once it returns False, no further request is sent,
         requests in flight are cancelled, and bodies without a response get `NOT_SCORED`. Only status 200 is a response.
+        watch: runs meanwhile; its exception ends all requests, and is raised.
         """
         urls = self.options.url
         responses: list[HttpResponse | RewardFailure] = [NOT_SCORED] * len(bodies)
@@ -189,7 +199,17 @@ class HttpScorer(ABC):
             async with self._session() as session:
                 await call_while(post, len(bodies), self.options.concurrency)
 
-        asyncio.run(post_bodies())
+        async def post_watched() -> None:
+            tasks = [asyncio.create_task(post_bodies()), *([] if watch is None else [asyncio.create_task(watch())])]
+            try:
+                for task in (await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED))[0]:
+                    task.result()
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks)
+
+        asyncio.run(post_watched())
         return responses
 
     def max_duration(self, count: int) -> float:
@@ -200,7 +220,7 @@ class HttpScorer(ABC):
     def to_failure(self, url: str, problem: str) -> RewardFailure:
         """Return a one-line failure with secrets redacted."""
         text = f"the {self.service_name} {url}: {problem.replace(OPTIONS_PREFIX, self.options_prefix)}"
-        if self.options.auth_env:
+        if self.options.auth_env or self._api_key:
             text = text.replace(self._secret().partition(" ")[2], "***")
         return RewardFailure(text)
 
@@ -277,9 +297,12 @@ class HttpScorer(ABC):
         return socket.socket(family, kind, protocol)
 
     def _headers(self) -> dict[str, str]:
-        return _HEADERS | ({"Authorization": self._secret()} if self.options.auth_env else {})
+        has_secret = self.options.auth_env or self._api_key
+        return _HEADERS | ({"Authorization": self._secret()} if has_secret else {})
 
     def _secret(self) -> str:
+        if self._api_key:
+            return f"Bearer {self._api_key}"
         secret = os.environ.get(self.options.auth_env, "").strip()
         prefix = f"{OPTIONS_PREFIX}auth_env: the environment variable {self.options.auth_env}"
         if not secret:

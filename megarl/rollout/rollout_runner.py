@@ -314,7 +314,7 @@ class RolloutRunner:
     def _make_context(self, client: Client, config: RolloutConfig) -> RolloutContext:
         engine, chat = self._engine, self._chat
         if self._environments is None:
-            log = engine.log.with_name(f"tools_{engine.index}.log")
+            log = engine.log.with_name(engine.log.name.replace("engine", "tools"))
             limits = ProcessLimits(config.pass_env, config.tool_memory_mb)
             self._environments = EnvironmentPool(
                 chat.catalog, config.tool_timeout, OVERCOMMIT * config.concurrency, log, limits

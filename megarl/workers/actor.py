@@ -39,7 +39,7 @@ class ActorWorker(TrainingWorker):
 
     def forward(self, batch: TrainBatch) -> Future[ModelOutput]:
         """Return log-probs of the current policy, [T]."""
-        with self.clock.phase("actor_logprobs", self.phase_owner):
+        with self.clock.phase(f"{self.name}_logprobs", self.phase_owner):
             return self._forward(batch, "log-probs", self.temperature)
 
     @property
@@ -54,14 +54,15 @@ class ActorWorker(TrainingWorker):
         return gather_hf(self.local_model.merged_params(), self.local_model.params(), self.local_model.ranks)
 
     def export(self, folder: Path) -> None:
-        """Write the policy as an HF folder; with LoRA also its adapters in PEFT's format, to the folder `adapter` next
-        to it. All of the actor's ranks call it, and the first one writes. Raises OSError on all of them if the disk
+        """Write the policy as an HF folder; with LoRA also its adapters in PEFT's format, next to it, to `adapter` for
+        `export`. All of the actor's ranks call it, and the first one writes. Raises OSError on all of them if the disk
         fails."""
         with self.clock.phase("export"):
             run_on_all(lambda: self._export_model(folder), group=self.local_model.ranks.host_group)
             if self.config.lora.rank:
                 run_on_all(
-                    lambda: self._export_adapter(folder.with_name("adapter")), group=self.local_model.ranks.host_group
+                    lambda: self._export_adapter(folder.with_name(folder.name.replace("export", "adapter"))),
+                    group=self.local_model.ranks.host_group,
                 )
 
     def _export_model(self, folder: Path) -> None:
@@ -143,7 +144,8 @@ class ReferenceWorker(Worker):
 
     def forward(self, batch: TrainBatch) -> Future[ModelOutput]:
         """Return log-probs, [T]. The reference routes for itself: the recorded experts are those of other weights."""
-        with self.clock.phase("reference_logprobs", REMOTE if self.actor.model is None else "reference"):
+        name = self.context.role or "reference"
+        with self.clock.phase(f"{name}_logprobs", REMOTE if self.actor.model is None else name):
             what, temperature = "log-probs with the reference's weights", self.actor.temperature
             return self.actor._forward(
                 batch.with_(routing=None, sparse_indices=None), what, temperature, context=self.use_reference_weights()

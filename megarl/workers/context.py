@@ -16,6 +16,7 @@ from megarl.types import Rollout
 
 if TYPE_CHECKING:
     from megarl.data.loader import PromptLoader
+    from megarl.workers.engines import Engines
 
 
 class Offloadable(Protocol):
@@ -59,6 +60,7 @@ class RolloutListeners:
 @dataclass(frozen=True)
 class Context:
     config: Config
+    """The run's configuration; for a role with engines besides `rollout`, that of `policy_configs.policy_config`."""
     job: Job
     hf_config: dict[str, Any]
     chat: ChatTemplate
@@ -72,6 +74,10 @@ class Context:
     """The role of the worker."""
     models: DeviceModels = field(default_factory=DeviceModels)
     on_rollout_finished: RolloutListeners = field(default_factory=RolloutListeners)
+    engines: dict[str, Engines] = field(default_factory=dict)
+    """The engines of each role, as far as they have been built; one object for all workers."""
+    takes_turns: bool = False
+    """Whether the role's engines share ranks with a role that must have the device while they do not generate."""
     prompt_loader: PromptLoader[Any] | None = None
     """Loader of the training prompts."""
     log: Callable[[str], None] = lambda line: None

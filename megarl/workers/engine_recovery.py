@@ -31,7 +31,7 @@ class EngineRecovery:
     """State of lost and restarting engines, the same on all ranks.
 
     engine_index: this rank's engine. engine_restart: restarts it, if this rank manages its processes. is_lead: whether
-    this rank leads its engine.
+    this rank leads its engine. label: name of an engine in messages, which its index follows.
     """
 
     def __init__(
@@ -42,9 +42,10 @@ class EngineRecovery:
         engine_restart: EngineRestart | None,
         is_lead: bool,
         log: Callable[[str], None],
+        label: str = "engine",
     ) -> None:
         self._config, self._num_engines, self._engine_index, self._log = config, num_engines, engine_index, log
-        self._engine_restart, self._is_lead = engine_restart, is_lead
+        self._engine_restart, self._is_lead, self._label = engine_restart, is_lead, label
         self.restarting: set[int] = set()
         """Engines that are restarting."""
         self.unsynced: set[int] = set()
@@ -106,7 +107,7 @@ class EngineRecovery:
             self.restart_s = max(self.restart_s, longest)
             if restarted:
                 names = ", ".join(map(str, sorted(restarted)))
-                self._log(f"engine {names} restarted, {longest:.1f} s after its loss was detected")
+                self._log(f"{self._label} {names} restarted, {longest:.1f} s after its loss was detected")
 
     def on_weight_sync(self, succeeded: bool) -> None:
         """Record a weight sync: all running engines have the current weights if `succeeded`, otherwise none has."""
@@ -123,7 +124,7 @@ class EngineRecovery:
         }
 
     def _record_loss(self, loss: _EngineLoss) -> None:
-        name, config = f"engine {loss.engine}", self._config
+        name, config = f"{self._label} {loss.engine}", self._config
         if self._faults.get(loss.engine) == loss.fault:
             fault_text = f"{name} {_past_tense(loss.fault)} twice in a row without a completed step"
             raise ConfigError(f"{fault_text}: {_REMEDIES[loss.fault]}. {loss.text}")

@@ -1,4 +1,7 @@
-"""All engines of the job as one unit: placement, wake and sleep, weight sync, and recovery of lost engines."""
+"""All engines of a role as one unit: placement, wake and sleep, weight sync, and recovery of lost engines.
+
+Roles whose engines share ranks take turns: waking those of one puts the others to sleep.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from megarl.parallel import device, ranks
 from megarl.parallel.placement import engine_ranks, has_model, placement_of, role_parallel
 from megarl.utils.addresses import free_port
 from megarl.workers.actor import ActorWorker
-from megarl.workers.context import Context
+from megarl.workers.context import Context, Worker
 from megarl.workers.engine_recovery import EngineRecovery
 from megarl.workers.weight_sync import WeightSync
 
@@ -24,7 +27,7 @@ Result = TypeVar("Result")
 
 
 class Engines:
-    """The engines of the job, each on `rollout.tp` consecutive ranks of the role; the first of these is its lead.
+    """The engines of a role, each on `rollout.tp` consecutive ranks of the role; the first of these is its lead.
 
     An engine that spans machines has processes on each, started by its first rank there. Public methods are collective
     over all ranks of the job unless stated otherwise.
@@ -32,6 +35,13 @@ class Engines:
 
     def __init__(self, context: Context) -> None:
         self.config, self.job, self.clock, self._context = context.config, context.job, context.clock, context
+        self.takes_turns = context.takes_turns
+        """Whether other roles need the ranks of these engines while they do not generate."""
+        self.is_awake = True
+        """True unless the last call was `sleep`; the same on all ranks."""
+        self.end_turn: Callable[[], None] = self.sleep
+        """Called before the engines of another role wake on shared ranks."""
+        label = "engine" if context.role in ("", "rollout") else f"{context.role} engine"
         tp, ranks_per_node = self.config.rollout.tp, self.config.parallel.ranks_per_node
         self.engine_ranks = engine_ranks(self.config)
         """Ranks of each engine."""
@@ -60,6 +70,8 @@ class Engines:
             self.engine = Engine(
                 self.config,
                 self.engine_index,
+                label=label,
+                keeps_weights=self.takes_turns,
                 first_device=self.job.local_rank,
                 nnodes=-(-tp // ranks_per_node),
                 node_rank=self._position // ranks_per_node,
@@ -68,8 +80,9 @@ class Engines:
         self.engine_restart = None if self.engine is None else EngineRestart(self.engine)
         is_lead = self.lead_engine is not None
         self.recovery = EngineRecovery(
-            self.config, len(self.engine_ranks), self.engine_index, self.engine_restart, is_lead, context.log
+            self.config, len(self.engine_ranks), self.engine_index, self.engine_restart, is_lead, context.log, label
         )
+        context.engines[context.role] = self
         if "actor" not in context.num_updates:
             return
         placement = placement_of(self.config)
@@ -97,7 +110,7 @@ class Engines:
     @property
     def phase_owner(self) -> str:
         """Owner of the engines' phases on this rank, for the clock."""
-        return REMOTE if self.engine_index is None else "rollout"
+        return REMOTE if self.engine_index is None else self._context.role or "rollout"
 
     @property
     def device_ranks(self) -> Sequence[int]:
@@ -105,15 +118,28 @@ class Engines:
         return () if self.engine_index is None else self.engine_ranks[self.engine_index]
 
     def start(self) -> None:
-        """Start this rank's engine without waiting for it. Not collective."""
+        """Start this rank's engine without waiting for it. Not collective.
+
+        Engines that take turns start one role after the other, and sleep: each takes its share of the device as it
+        starts.
+        """
         if self.engine is not None:
             self.engine.start()
+            if self.takes_turns:
+                self.engine.wait_ready()
+                if self.lead_engine is not None:
+                    self.engine.sleep()
+        self.is_awake = not self.takes_turns
 
     def wait_ready(self) -> None:
         with self.with_timeout(self.config.rollout.start_timeout):
             run_if_present(self.engine, Engine.wait_ready)
             if self.weight_sync is not None:
+                if self.takes_turns:
+                    self.wake(Engine.wake_weights)
                 self.weight_sync.check_engines()  # fail at the start rather than after a step
+                if self.takes_turns:
+                    self.sleep()
 
     def close(self) -> None:
         """Stop this rank's engine. Not collective."""
@@ -121,10 +147,14 @@ class Engines:
             self.engine_restart.close()
 
     def wake(self, wake: Callable[[Engine], None] = Engine.wake) -> None:
-        """Wake the engines after every rank has returned its cached device memory.
+        """Wake the engines after every rank has returned its cached device memory, and other roles' engines sleep.
 
         The barrier is needed because a lead also wakes its engine on the devices of other ranks.
         """
+        for other in self._context.engines.values() if self.takes_turns else ():
+            if other is not self and other.is_awake and other.shares_ranks(self):
+                other.end_turn()
+        self.is_awake = True
         device.empty_cache()
         ranks.barrier()
         with self.clock.span("wake", self.phase_owner):
@@ -136,9 +166,21 @@ class Engines:
         if device.has_cuda():
             self._wait_restarts()
         self._sleep()
+        self.is_awake = False
 
     def _sleep(self) -> None:
         self.run_on_leads(lambda engine: engine.sleep() if self.sleeps else None)
+
+    def shares_ranks(self, other: Engines) -> bool:
+        """Return whether any rank has engines of both. Not collective."""
+        return bool(
+            {rank for ranks in self.engine_ranks for rank in ranks} & {r for ranks in other.engine_ranks for r in ranks}
+        )
+
+    def rejoin(self) -> None:
+        """Let restarted engines whose weights come from disk generate again, once they have started."""
+        self._wait_restarts()
+        self.recovery.on_weight_sync(True)
 
     def sync_weights(self, actor: ActorWorker, version: int) -> None:
         """Sync the actor's weights to all engines, and leave only the engines' weights awake.
@@ -243,6 +285,33 @@ class Engines:
         """
         assert self.engine_index is not None
         return ranks.all_gather_objects(payload, self._host_groups[self.engine_index])
+
+
+class EngineWorker(Worker):
+    """Starts, restarts and stops the engines of a frozen model. Other workers find them in `Context.engines`."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.engines = Engines(context)
+
+    def begin_step(self, step: int) -> None:
+        if step > self.step:
+            self.engines.recovery.begin_step()
+        super().begin_step(step)
+
+    def start(self) -> None:
+        self.engines.start()
+
+    def wait_ready(self) -> None:
+        with self.clock.phase("engine_start"):
+            self.engines.wait_ready()
+
+    def metrics(self) -> dict[str, float]:
+        name = self.context.role
+        return {key.replace("rollout/", f"{name}/"): value for key, value in self.engines.recovery.metrics().items()}
+
+    def close(self) -> None:
+        self.engines.close()
 
 
 def run_if_present(member: Member | None, work: Callable[[Member], Result]) -> Result | None:

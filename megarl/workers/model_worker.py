@@ -71,7 +71,7 @@ class ModelWorker(Worker):
             self.vocab_size = int(hf["vocab_size"])
             flops = model_flops(hf, lora, has_scalar_head=self.role != "actor")
             # A reward model has no phase of its own: it scores along with the other parts of the reward.
-            phase = f"{self.role}_update" if trains else f"{self.name}_logprobs" if self.role == "actor" else ""
+            phase = f"{self.name}_update" if trains else f"{self.name}_logprobs" if self.role == "actor" else ""
             layout = self.context.layouts[self.name]
             self.work = RoleFlops(
                 self.name, flops, phase, max(1, len(self.members)), min(self.members, default=0), trains
@@ -285,7 +285,7 @@ class TrainingWorker(ModelWorker):
         local: dict[str, float] | None = None
         if self.work is not None:
             self.work.add_update(batch.lengths.tolist())
-        with self.clock.phase(f"{self.role}_update", self.phase_owner):
+        with self.clock.phase(f"{self.name}_update", self.phase_owner):
             if self.model is None or self._kl_rollback.should_skip(self.step):
                 self.distribution.join_train_step(batch, columns)
                 local = None if self.model is None else {}

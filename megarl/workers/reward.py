@@ -14,13 +14,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from dataclasses import replace
 from itertools import islice
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 
 from megarl.config import Config, ConfigError
 from megarl.parallel import row_exchange
-from megarl.parallel.placement import engine_ranks
+from megarl.parallel.placement import engine_ranks, split_role
+from megarl.parallel.policy_configs import JUDGE, policy_config
 from megarl.parallel.ranks import run_on_all, with_timeout
 from megarl.processes.children import ProcessLimits
 from megarl.rewards import composite
@@ -32,11 +33,17 @@ from megarl.rewards.composite import (
     too_many,
 )
 from megarl.rewards.functions import check_function, load_functions
+from megarl.rewards.judge import Judge
 from megarl.rewards.reward_pool import PendingVerdicts, RewardPool, Verdicts
 from megarl.rewards.reward_process import GRACE_S, MAX_CONCURRENT, score
 from megarl.rewards.reward_settings import build_services, check_names, check_weights, has_environment_reward
+from megarl.rewards.service import HttpScorer
 from megarl.types import Reward, RewardResult, Rollout, Rollouts, Turn
 from megarl.workers.context import Context, Worker
+from megarl.workers.judge_engines import score_on_engines
+
+if TYPE_CHECKING:
+    from megarl.workers.engines import Engines
 
 
 class _HasDone(Protocol):
@@ -145,8 +152,13 @@ class RewardWorker(Worker):
     def start(self) -> None:
         """Raises ConfigError if a service does not respond."""
         for service in self.services.values():
-            run_on_all(service.check_credentials)
-            run_on_all(service.check_reachable, rank_zero_only=True)
+            if self._own_engines(service) is None:
+                run_on_all(service.check_credentials)
+                run_on_all(service.check_reachable, rank_zero_only=True)
+
+    def _own_engines(self, service: HttpScorer) -> Engines | None:
+        """Return the job's engines for this service; None if it is outside of the job."""
+        return self.context.engines.get(JUDGE) if isinstance(service, Judge) and service.is_own else None
 
     def wait_ready(self) -> None:
         """Raises ConfigError if the pool's processes cannot load the functions."""
@@ -197,11 +209,16 @@ class RewardWorker(Worker):
     def score_part(self, rollouts: Rollouts, part: str) -> Sequence[RewardResult]:
         """Return one of `judged_parts` for each local rollout. `rollouts` contains no aborted rollouts. Collective."""
         service = self.services[part]
+        max_failed = self.config.reward.max_failed_frac * len(rollouts)
+        if isinstance(service, Judge) and (engines := self._own_engines(service)) is not None:
+            num_engines = len(engines.engine_ranks)
+            with engines.with_timeout(service.max_duration(-(-len(rollouts) // num_engines))):
+                return score_on_engines(engines, service, rollouts, max_failed)
         max_local = int(torch.bincount(rollouts.home).max())
         results: list[RewardResult] = []
 
         def ask_service() -> None:
-            results.extend(service.score(rollouts.local, self.config.reward.max_failed_frac * len(rollouts)))
+            results.extend(service.score(rollouts.local, max_failed))
 
         with with_timeout(max(self.config.run.distributed_timeout_s, service.max_duration(max_local))):
             run_on_all(ask_service)
@@ -229,7 +246,8 @@ class RewardWorker(Worker):
         """Return the ranks that will have rollouts; those of a machine share its processes."""
         if self.config.rollout.replay:
             return set(range(self.job.world))
-        return {members[0] for members in engine_ranks(self.config)}
+        policies = [role for role in self.context.num_updates if split_role(role)[0] == "rollout"] or ["rollout"]
+        return {members[0] for role in policies for members in engine_ranks(policy_config(self.config, role))}
 
     @property
     def _node(self) -> int:

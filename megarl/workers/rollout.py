@@ -20,6 +20,7 @@ from megarl.observe.replayed_rollouts import ReplayedStep
 from megarl.observe.step_record import GenerateCall
 from megarl.parallel import ranks, row_exchange
 from megarl.parallel.kv_store import KVStore
+from megarl.parallel.placement import split_role
 from megarl.rollout.aborted import TooManyAborted, check_abort_limit, format_abort_error
 from megarl.rollout.group_queue import GroupQueue
 from megarl.rollout.rollout_runner import RolloutRunner
@@ -42,6 +43,9 @@ class RolloutWorker(Worker):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.engines = Engines(context)
+        self.engines.end_turn = self.sleep
+        self._store_name = "megarl/generation" + (f"/{context.role}" if split_role(context.role)[1] else "")
+        """Prefix of this role's names in the store that the ranks share."""
         self.version = 0
         self.should_check_logprobs = not self.config.rollout.replay
         """True until engine and trainer log-probs have been compared after the last start or fully verified weight
@@ -201,7 +205,7 @@ class RolloutWorker(Worker):
         self.engines.wake()
         self._num_generations += 1
         num_engines, future = len(self.engines.engine_ranks), None
-        group_queue = GroupQueue(len(prompts), num_engines, KVStore(), f"megarl/generation/{self._num_generations}")
+        group_queue = GroupQueue(len(prompts), num_engines, KVStore(), f"{self._store_name}/{self._num_generations}")
         first_group = 0 if greedy else self._allocate_groups(len(prompts)).start
         if self._runner is not None and self.engines.recovery.is_available(self.engines.engine_index):
             future = self._runner.start_generation(
@@ -227,7 +231,7 @@ class RolloutWorker(Worker):
 
     def _generate(self, prompts: Sequence[Prompt], samples: int, greedy: bool, held_out: bool) -> Rollouts:
         self._num_generations += 1
-        name = f"megarl/generation/{self._num_generations}"
+        name = f"{self._store_name}/{self._num_generations}"
         first_group = 0 if greedy else self._allocate_groups(len(prompts)).start
         if not greedy and not held_out:
             self._prompts |= dict(enumerate(prompts, first_group))

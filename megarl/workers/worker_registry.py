@@ -12,11 +12,20 @@ from functools import partial
 from typing import Any
 
 from megarl.config import Config, ConfigError, plugins
-from megarl.parallel.placement import has_separate_reference, role_backends, role_settings, suggest_role
+from megarl.parallel.placement import (
+    has_separate_reference,
+    is_engine_role,
+    role_backends,
+    role_settings,
+    split_role,
+    suggest_role,
+)
 from megarl.types.requirements import Requirements
 
 TEACHER = "megarl.workers.actor:TeacherWorker"
 SEPARATE_REFERENCE = "megarl.workers.actor:SeparateReferenceWorker"
+ENGINES = "megarl.workers.engines:EngineWorker"
+"""Worker of a role that the built-in ones do not name, with `backend: sglang`."""
 WORKERS: dict[str, dict[str, str]] = {
     "rollout": {"sglang": "megarl.workers.rollout:RolloutWorker"},
     "actor": {"megatron": "megarl.workers.actor:ActorWorker"},
@@ -67,7 +76,7 @@ def resolve_worker(
 ) -> Callable[..., Any] | str:
     """Return the role's worker as a class or `module:name`. Raises ConfigError if there is none."""
     settings = role_settings(config, role)
-    builtin = WORKERS.get(role, {})
+    builtin = WORKERS.get(split_role(role)[0], {})
     if worker := registered.worker or settings.worker:
         return worker
     model, service = role_backends(config, role)
@@ -78,6 +87,8 @@ def resolve_worker(
         return builtin[backend]
     if role in requirements.workers:
         return requirements.workers[role]
+    if not builtin and is_engine_role(config, role):
+        return ENGINES
     if backend:
         choices = f"it has {', '.join(builtin)}" if builtin else "it has no named backends"
         raise ConfigError(f"roles.{role}.backend={backend}: no such backend for the {role}; {choices}")

@@ -54,6 +54,15 @@ def teacher_case(
     return Case(f"teacher: {name}", expected, overrides, prepare or (lambda folder: None))
 
 
+def judge_case(name: str, settings: str, expected: str, reward: str = "{backend: judge}") -> Case:
+    return Case(f"judge: {name}", (expected,), (f"roles={{reward: {reward}, judge: {settings}}}",))
+
+
+def policy_case(name: str, roles: str, expected: str, *overrides: str) -> Case:
+    algorithm = "algorithm=megarl.controllers.policies:PPOAndReMaxController"
+    return Case(f"second policy: {name}", (expected,), (algorithm, f"roles={{{roles}}}", *overrides))
+
+
 MODEL = ("reward.model=FOLDER/model",)
 CASES = [
     reward("an unknown backend", "{backend: grpc}", "roles.reward.backend=grpc", "megatron, transformers, pool, http"),
@@ -91,6 +100,52 @@ CASES = [
         "{backend: judge, options: {url: 'http://a', model: m, prompt: 'grade'}}",
         "has no {answer}",
     ),
+    judge_case(
+        "no model", "{backend: sglang}", "roles.judge.model is not set; it must name the HF folder of the judge"
+    ),
+    judge_case("a missing folder", "{backend: sglang, model: FOLDER/judge}", "FOLDER/judge: no such folder"),
+    judge_case(
+        "a key that does not apply",
+        "{backend: sglang, model: FOLDER/model, rollout: {temperature: 0.5}}",
+        "roles.judge.rollout.temperature does not apply to the judge; its keys are tp, ep, sglang,",
+    ),
+    judge_case(
+        "a misspelt engine setting",
+        "{backend: sglang, model: FOLDER/model, rollout: {max_contxt: 5}}",
+        "did you mean roles.judge.rollout.max_context?",
+    ),
+    judge_case(
+        "an engine larger than its ranks",
+        "{backend: sglang, model: FOLDER/model, rollout: {tp: 3, max_context: 64}}",
+        "the engines of the judge: roles.judge.rollout.tp=3 does not divide",
+    ),
+    judge_case(
+        "longer conversations than the model allows",
+        "{backend: sglang, model: FOLDER/model, rollout: {max_context: 1000000}}",
+        "roles.judge.rollout.max_context=1000000 is beyond the model's",
+    ),
+    judge_case(
+        "a URL beside its engines",
+        "{backend: sglang, model: FOLDER/model}",
+        "roles.judge has engines for a judge, but there is none without a url",
+        reward="{backend: judge, options: {url: 'http://a', model: m}}",
+    ),
+    judge_case(
+        "engines that nobody asks",
+        "{backend: sglang, model: FOLDER/model}",
+        "set roles.reward.backend to judge",
+        reward="{}",
+    ),
+    policy_case("a missing folder", "actor_b: {model: FOLDER/b}", "roles.actor_b.model=FOLDER/b: no such folder"),
+    policy_case(
+        "an unknown role", "actor_c: {}", "roles.actor_c: megarl.controllers.policies:PPOAndReMaxController has"
+    ),
+    policy_case(
+        "engines that do not fit", "rollout_b: {rollout: {tp: 3}}", "roles.rollout_b.rollout.tp=3 does not divide"
+    ),
+    policy_case("a layout that does not fit", "actor_b: {parallel: {pp: 7}}", "is not a multiple of tp x pp = 1 x 7"),
+    policy_case("a model of its engines", "rollout_b: {model: FOLDER/model}", "set roles.actor_b.model"),
+    policy_case("asynchronous generation", "", "rollout.asynchronous: not implemented", "rollout.asynchronous=true"),
     reward("a classifier without a model", "{backend: transformers}", "needs reward.model"),
     reward("a policy as a classifier", "{backend: transformers}", "is not a sequence classifier", overrides=MODEL),
     reward("options as a list", "{options: [1]}", "roles.reward.options must be a mapping"),

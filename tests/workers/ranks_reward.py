@@ -54,6 +54,8 @@ def context(reward: RewardConfig, environments: tuple[str, ...] = (), replay: st
         "on_rollout_finished": RolloutListeners(),
         "role": "",
         "layouts": {},
+        "num_updates": {},
+        "engines": {},
     }
     return SimpleNamespace(config=config, job=JOB, clock=Clock(), **context_fields)
 

@@ -1,0 +1,108 @@
+"""The configuration of a role with a policy or engines besides the first. Pure.
+
+Actor, engines and the checks of a dry run read one policy from `model.path`, `parallel`, `actor_optimizer`, `rollout`
+and the placement of `actor` and `rollout`. `policy_config` puts what belongs to another role there, so that the same
+code builds, checks and plans all of them. There are two kinds: the roles `actor_b`, `rollout_b` and `reference_b` of
+another trained policy, here called b, and frozen models on engines of their own, such as the judge.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Iterable
+
+from megarl.config import Config, ConfigError, OptimizerConfig, RolloutConfig, strict
+from megarl.parallel.placement import (
+    has_model,
+    is_engine_role,
+    placement_of,
+    role_parallel,
+    role_settings,
+    split_role,
+)
+
+JUDGE = "judge"
+"""The role whose engines serve the judge of `roles.reward.backend: judge`."""
+JUDGE_KEYS = (
+    *("tp", "ep", "sglang", "max_context", "concurrency", "num_speculative_tokens"),
+    *("request_timeout", "hang_timeout", "start_timeout"),
+)
+"""Keys of `rollout` that apply to engines that only answer the requests of another role."""
+SHARED_KEYS = {"replay": "", "asynchronous": False, "oversample": 1.0}
+"""Keys of `rollout` that a run with several policies leaves at these values."""
+
+
+def policy_config(config: Config, role: str) -> Config:
+    """Return the configuration with the model, optimizer, layout, engine settings and ranks of a role's policy in place
+    of the first policy's: `config` itself for roles of the first. Raises ConfigError for invalid settings."""
+    policy = split_role(role)[1]
+    if policy:
+        return _trained_policy_config(config, policy)
+    return _frozen_engine_config(config, role) if role != "rollout" and is_engine_role(config, role) else config
+
+
+def _trained_policy_config(config: Config, policy: str) -> Config:
+    """Return the configuration of a policy besides the first. Settings that its roles lack are the first policy's."""
+    actor, rollout = f"actor_{policy}", f"rollout_{policy}"
+    settings, engine_settings = role_settings(config, actor), role_settings(config, rollout).rollout
+    for name, value in SHARED_KEYS.items():
+        if name in engine_settings or getattr(config.rollout, name) != value:
+            key = f"roles.{rollout}.rollout.{name}" if name in engine_settings else f"rollout.{name}"
+            raise ConfigError(f"{key}: not implemented for runs with several policies; remove it")
+    if config.kl.refresh_reference_every:
+        raise ConfigError("kl.refresh_reference_every: not implemented for runs with several policies; set it to 0")
+    placement = placement_of(config)
+    ranks = {name: placement.format_ranks(name) for name in (actor, rollout)}
+    return dataclasses.replace(
+        config,
+        run=dataclasses.replace(config.run, seed=(config.run.seed + zlib.crc32(policy.encode())) % 2**31),
+        model=dataclasses.replace(config.model, path=settings.model or config.model.path),
+        parallel=dataclasses.replace(role_parallel(config, actor), world_size=config.parallel.world_size),
+        rollout=strict.build_dataclass(
+            RolloutConfig, engine_settings, f"roles.{rollout}.rollout.", Config, config.rollout
+        ),
+        actor_optimizer=strict.build_dataclass(
+            OptimizerConfig, settings.optimizer, f"roles.{actor}.optimizer.", Config, config.actor_optimizer
+        ),
+        placement={**config.placement, **ranks, "actor": ranks[actor], "rollout": ranks[rollout]},
+    )
+
+
+def _frozen_engine_config(config: Config, role: str) -> Config:
+    """Return the configuration of a frozen model's engines. Settings that the role lacks have their defaults."""
+    settings, key = role_settings(config, role), f"roles.{role}.rollout."
+    if not settings.model:
+        raise ConfigError(f"roles.{role}.model is not set; it must name the HF folder of the {role}")
+    if settings.parallel:
+        raise ConfigError(f"roles.{role}.parallel: engines have no such layout; set {key}tp and {key}ep")
+    for name in settings.rollout:
+        if name not in JUDGE_KEYS and name in {field.name for field in dataclasses.fields(RolloutConfig)}:
+            raise ConfigError(f"{key}{name} does not apply to the {role}; its keys are {', '.join(JUDGE_KEYS)}")
+    rollout: RolloutConfig = strict.build_dataclass(RolloutConfig, settings.rollout, key, root=Config)
+    placement = {**config.placement, "rollout": placement_of(config).format_ranks(role)}
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, path=settings.model, hf_config=""),
+        rollout=rollout,
+        placement=placement,
+        # Records of the policy's choices that a trainer would replay.
+        train=dataclasses.replace(config.train, routing_replay=False, sparse_index_replay=False),
+    )
+
+
+def list_engine_roles(config: Config, roles: Iterable[str]) -> tuple[str, ...]:
+    """Return the roles with engines, in order. A replay has none for `rollout`."""
+    return tuple(
+        role for role in roles if is_engine_role(config, role) and not (role == "rollout" and config.rollout.replay)
+    )
+
+
+def takes_turns(config: Config, roles: Iterable[str], role: str) -> bool:
+    """Return whether the engines of a role share ranks with other engines or, if they never get weights from a trainer,
+    with any model."""
+    placement, engine_roles = placement_of(config), list_engine_roles(config, roles)
+    ranks = set(placement.ranks_of(role))
+    if split_role(role)[0] != "rollout":
+        engine_roles = tuple(other for other in roles if other in engine_roles or has_model(config, other))
+    return any(other != role and ranks & set(placement.ranks_of(other)) for other in engine_roles)

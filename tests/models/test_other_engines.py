@@ -1,0 +1,60 @@
+"""Memory of engines besides the policy's: a judge, and those of another policy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megarl.config import from_dict
+from megarl.controllers.controller import load_requirements
+from megarl.models.memory import engine_bytes, plan_memory
+
+pytestmark = pytest.mark.alone
+
+QWEN2: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "vocab_size": 1024,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
+DEEP = {**QWEN2, "num_hidden_layers": 8}
+JUDGE = {"backend": "sglang", "model": "/judge", "rollout": {"tp": 2, "max_context": 100, "concurrency": 3}}
+KV_BYTES = 2 * 300 * 2 * 8 * 1 * 16  # bf16; tokens; keys and values; layers; a head of two on each rank; head size
+
+
+@pytest.mark.parametrize(
+    ("offload", "placement", "turns"),
+    [(False, {}, True), (True, {}, True), (False, {"actor": "0-1", "rollout": "0-1", "judge": "2-3"}, False)],
+)
+def test_judge_is_awake_alone(offload: bool, placement: dict[str, str], turns: bool) -> None:
+    """Its weights and cache count apart from generation. Where it takes turns, its weights sleep on the host."""
+    tree = {"algorithm": "grpo", "parallel": {"world_size": 4}, "train": {"offload": offload}, "placement": placement}
+    config = from_dict({**tree, "roles": {"judge": JUDGE, "reward": {"backend": "judge"}}})
+    lead = "" if turns else "judge"
+    (stage,) = plan_memory(QWEN2, config, load_requirements(config), None, None, lead, engine_models={"judge": DEEP})
+    weights = engine_bytes(DEEP, 2, 2)
+    assert stage.other_engines == {"judge": {"judge weights": weights, "judge KV cache": KV_BYTES}}
+    states = 0 if offload else sum(stage.states.values())
+    assert stage.other_engine_total("judge") == states + weights + KV_BYTES <= stage.peak
+    asleep = {name: amount for name, amount in stage.host.items() if name.endswith("asleep")}
+    assert asleep == (
+        {"engine weights, asleep": engine_bytes(QWEN2, 1, 2), "judge weights, asleep": weights} if turns else {}
+    )
+    assert bool(stage.states) == turns
+
+
+def test_second_policy_adds_its_states_and_engine() -> None:
+    name = "megarl.controllers.policies:PPOAndReMaxController"
+    config = from_dict({"algorithm": name, "parallel": {"world_size": 2}, "kl": {"apply_to": "none"}})
+    declared = load_requirements(config)
+    (stage,) = plan_memory(QWEN2, config, declared, QWEN2, None, "", engine_models={"rollout_b": DEEP})
+    one = stage.states["actor weights"] - 2 * (2 * 1024 * 64 + 64)  # bf16, without embedding, output layer, final norm
+    assert stage.states["actor b weights"] - 2 * (2 * 1024 * 64 + 64) == 2 * one  # twice as many layers
+    assert stage.other_engines["rollout_b"]["rollout_b weights"] == engine_bytes(DEEP, 1, 2)

@@ -1,0 +1,86 @@
+"""Runs that train two policies in one flow, on real engines."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from training_run import ONE_RANK, make_folder, read_metrics, read_steps, train
+
+STEPS = ("run.num_rollout=2", "run.save_every=1", "run.keep_checkpoints=2")
+BOTH = "algorithm=megarl.controllers.policies:PPOAndReMaxController"
+DIALOGUE = ("algorithm=megarl.controllers.dialogue:DialogueController", "kl.apply_to=none", "rollout.max_context=512")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("quickstart") / "q", "qwen3_moe")
+
+
+def roles(**settings: object) -> str:
+    return f"roles={json.dumps(settings)}"
+
+
+def exported(run_dir: Path, name: str) -> dict[str, torch.Tensor]:
+    return load_file(run_dir / name / "model.safetensors")
+
+
+def is_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_two_algorithms_train_two_policies(folder: Path, host: str, tmp_path: Path) -> None:
+    """PPO and ReMax start from one model, with other learning rates and temperatures, and take turns on one rank."""
+    settings = roles(actor_b={"optimizer": {"lr": 0.001}}, rollout_b={"rollout": {"temperature": 0.9}})
+    run_dir = tmp_path / "run"
+    train(folder, run_dir, *STEPS, *ONE_RANK, BOTH, settings, host=host)
+    for row in read_steps(run_dir):
+        assert row["rollout/logprob_diff_p95"] <= 1e-4 and row["b/rollout/logprob_diff_p95"] <= 1e-4
+        assert row["actor/grad_norm"] > 0 and row["critic/grad_norm"] > 0 and row["b/actor/grad_norm"] > 0
+        assert row["b/actor/lr"] > row["actor/lr"] and "b/rollout/reward_greedy" in row
+    start = load_file(folder / "model" / "model.safetensors")
+    first, second = exported(run_dir, "export"), exported(run_dir, "export_b")
+    assert not is_equal(first, second) and not is_equal(first, start) and not is_equal(second, start)
+
+
+@pytest.mark.nightly
+def test_two_policies_resume_bitwise(folder: Path, host: str, tmp_path: Path) -> None:
+    """Rollouts are greedy: the engines' random numbers are not part of a checkpoint."""
+    settings = roles(actor_b={"optimizer": {"lr": 0.001}})
+    greedy = ("algorithm=greedy_policies:PPOAndReinforceController", "advantage.estimator=reinforce_pp")
+    overrides = (*STEPS, *ONE_RANK, *greedy, "rollout.temperature=0", settings)
+    run_dir, resumed = tmp_path / "run", tmp_path / "resumed"
+    train(folder, run_dir, *overrides, host=host)
+    checkpoint = run_dir / "checkpoints" / "step_000002"
+    assert {"actor", "critic", "actor_b"} <= {path.name for path in checkpoint.iterdir()}
+    shutil.copytree(run_dir, resumed)
+    shutil.rmtree(resumed / "checkpoints" / "step_000002")
+    for name in ("export", "export_b"):
+        shutil.rmtree(resumed / name)
+    train(folder, resumed, *overrides, "run.resume=auto", host=host)
+    for name in ("export", "export_b"):
+        assert is_equal(exported(resumed, name), exported(run_dir, name))
+    step, again = (read_metrics(path)[-1] for path in (run_dir, resumed))
+    assert step["step"] == again["step"] == 2 and step["b/actor/grad_norm"] > 0
+    # The engines' own log-probs depend on how requests were batched.
+    names = [name for name in step if name.startswith(("actor/", "critic/", "b/actor/", "rollout/reward"))]
+    assert {name: step[name] for name in names} == {name: again[name] for name in names}
+
+
+@pytest.mark.nightly
+def test_two_models_talk_and_learn_on_ranks_of_their_own(
+    folder: Path, host: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    other = make_folder(tmp_path_factory.mktemp("other") / "q", "deepseek_v3")
+    settings = roles(actor_b={"model": f"{other}/model"})
+    placement = "placement={actor: 0, rollout: 0, actor_b: 1, rollout_b: 1}"
+    layout = ["parallel.world_size=2", "parallel.ranks_per_node=2", "parallel.tp=1", "parallel.ep=1"]
+    train(folder, tmp_path / "run", *STEPS, *DIALOGUE, *layout, placement, settings, host=host)
+    for row in read_steps(tmp_path / "run"):
+        assert row["rollout/logprob_diff_p95"] <= 1e-4 and row["b/rollout/logprob_diff_p95"] <= 1e-4
+        assert 0 < row["dialogue/complete_frac"] <= 1
+    assert exported(tmp_path / "run", "export").keys() != exported(tmp_path / "run", "export_b").keys()
