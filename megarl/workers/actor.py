@@ -44,9 +44,9 @@ class ActorWorker(TrainingWorker):
 
     @property
     def temperature(self) -> float:
-        """The rollouts' temperature, so that the policy is the distribution sampled from; greedy rollouts are scored at
-        1."""
-        return self.config.rollout.temperature or 1.0
+        """The rollouts' temperature, so that the policy is the distribution sampled from; 1 for greedy rollouts, and for
+        algorithms that sample none."""
+        return (self.config.rollout.temperature or 1.0) if "rollout" in self.context.num_updates else 1.0
 
     def hf_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every tensor of the policy under its HF name, whole, on all of the actor's ranks, with adapters
