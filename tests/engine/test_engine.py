@@ -31,7 +31,7 @@ from megarl.cpu import sglang_arguments
 from megarl.engine import engine_host
 from megarl.engine.client import Client
 from megarl.engine.engine_host import HOST_VARIABLE, HostedServer
-from megarl.engine.engine_protocol import EngineLost, Generation, RequestFailed
+from megarl.engine.engine_protocol import EngineLost, Generation, RecordedPrefix, RequestFailed
 from megarl.engine.sglang_engine import Engine, EngineError, start_host
 from megarl.engine.tool_calls import check_parser
 from megarl.environments.catalog import load_catalog, load_tools
@@ -238,7 +238,7 @@ def test_routing_by_turns_equals_routing_of_one_pass(qwen3_moe: RunningEngine) -
             context, parts = list(range(20, 60)), []
             for observation in [*observed, []]:
                 params = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
-                out = await client.generate(context, params, sum(map(len, parts)))
+                out = await client.generate(context, params, RecordedPrefix(sum(map(len, parts)), None))
                 assert out.routing is not None
                 parts.append(out.routing)
                 context += [*out.token_ids, *observation]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from scripted import CHAT, CONFIG, PROMPT, ScriptedPolicy, parse
 
-from megarl.engine.engine_protocol import Generation  # noqa: E402
+from megarl.engine.engine_protocol import NOT_RECORDED, Generation, RecordedPrefix  # noqa: E402
 from megarl.environments.process_sessions import EnvironmentPool  # noqa: E402
 from megarl.rewards.functions import load_functions  # noqa: E402
 from megarl.rewards.reward_pool import RewardPool  # noqa: E402
@@ -32,10 +32,14 @@ class WaitForFirstReward(ScriptedPolicy):
         self.scored_file, self.waited = scored_file, 0
 
     async def generate(
-        self, context: Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: Any = None
+        self,
+        context: Sequence[int],
+        params: dict[str, Any],
+        recorded: RecordedPrefix = NOT_RECORDED,
+        on_tokens: Any = None,
     ) -> Generation:
         first = not self.requests
-        answer = await super().generate(context, params, routed)
+        answer = await super().generate(context, params, recorded)
         while not first and not self.scored_file.exists():
             self.waited += 1
             await asyncio.sleep(0.01)
@@ -74,11 +78,15 @@ def test_skips_the_callback_for_aborted_rollouts() -> None:
 
     class SlowSecondResponse(ScriptedPolicy):
         async def generate(
-            self, context: Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: Any = None
+            self,
+            context: Sequence[int],
+            params: dict[str, Any],
+            recorded: RecordedPrefix = NOT_RECORDED,
+            on_tokens: Any = None,
         ) -> Generation:
             if self.requests:
                 await asyncio.sleep(600)
-            return await super().generate(context, params, routed)
+            return await super().generate(context, params, recorded)
 
     sessions = EnvironmentPool(CHAT.catalog, 60.0, 1)
 
