@@ -31,7 +31,8 @@ class InProcessEngine(Engine):
         self.model, self.requests, self.fail = model, 0, ""
         self.draft = torch.nn.Linear(2, 3, bias=False)
         self.seen_payloads: set[str] = set()
-        self.index, self.config = 0, SimpleNamespace(rollout=SimpleNamespace(hang_timeout=0.5))  # type: ignore[assignment]
+        self.index, self.name = 0, "engine 0"
+        self.config = SimpleNamespace(rollout=SimpleNamespace(hang_timeout=0.5))  # type: ignore[assignment]
 
     def call_loader(self, payloads: list[str], draft: bool = False, is_session: bool = False) -> None:
         self.requests += 1
