@@ -258,7 +258,6 @@ class GroupStream:
         sleeps: the policy cannot be used meanwhile, so no time-out and no idle slot counts.
         """
         if sleeps:
-            self._asleep_since = time.monotonic()
             for run in self._active_groups.values():
                 run.deadline.suspend()
         try:
@@ -266,6 +265,8 @@ class GroupStream:
         except EngineLost as lost:
             self._on_engine_lost(lost)
             await self._gate.wait_until(lambda: self.is_lost)
+        if sleeps:  # only now: until its requests are aborted it is busy
+            self._asleep_since = time.monotonic()
         if (busy_interval := self._gate.pop_busy_interval()) is not None:
             self._on_busy_interval(*busy_interval)
 
