@@ -44,8 +44,8 @@ class ActorWorker(TrainingWorker):
 
     @property
     def temperature(self) -> float:
-        """The rollouts' temperature, so that the policy is the distribution sampled from; 1 for greedy rollouts, and for
-        algorithms that sample none."""
+        """The rollouts' temperature, so that the policy is the distribution sampled from; 1 for greedy rollouts, and
+        for algorithms that sample none."""
         return (self.config.rollout.temperature or 1.0) if "rollout" in self.context.num_updates else 1.0
 
     def hf_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
