@@ -60,7 +60,8 @@ def test_ppo_of_an_fp8_deepseek_with_python(tmp_path: Path, host: str) -> None:
     ppo = [f"model.path={tmp_path}/fp8", f"data.train={prompts}", "run.num_rollout=2", "rollout.temperature=0.3"]
     ppo += ["rollout.tools=[]", f"rollout.environments=[{PYTHON}]", "rollout.verify_weights_every=1"]
     ppo += ["reward.functions=[megarl.rewards.arithmetic:arithmetic]"]
-    ppo += ["actor_optimizer.lr=0.0005", "actor_optimizer.warmup_fraction=0"]
+    # Small steps: rounding to FP8 moves a tiny policy far as soon as its weights leave their grid.
+    ppo += ["actor_optimizer.lr=0.0001", "actor_optimizer.warmup_fraction=0"]
     train(quickstart, tmp_path / "run", *common, *ppo, host=host)
     rows = read_steps(tmp_path / "run")
     assert [row["step"] for row in rows] == [1, 2]

@@ -450,11 +450,10 @@ class LossConfig:
 @dataclass(frozen=True)
 class AdvantageConfig:
     estimator: Literal["grpo", "gdpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "opo"] = "grpo"
-    """Baseline of a reward in GRPO: `grpo`, its group's mean; `gdpo`, the same for each part of the reward on its own,
-    then the sum by `reward.weights`, normalized over the batch (GDPO); `rloo`, the mean of the others of its group;
-    `reinforce_pp`, normalization over the whole batch (REINFORCE++); `reinforce_pp_baseline`, its group's mean, then
-    normalization over the batch (REINFORCE++ with baseline); `opo`, its group's length-weighted mean (OPO).
-    `algorithms/README.md` lists the papers."""
+    """Baseline of a reward in GRPO: `grpo`, its group's mean; `gdpo`, that for each part of the reward, whose weighted
+    sum is normalized over the batch; `rloo`, the mean of the others of its group; `reinforce_pp`, normalization over
+    the batch (REINFORCE++); `reinforce_pp_baseline`, its group's mean, then normalization over the batch; `opo`, its
+    group's length-weighted mean. `algorithms/README.md` lists the papers."""
     gamma: Share = 1.0
     """Discount per action token in PPO and REINFORCE++. Below 1 the first tokens of a long response learn nothing from
     a reward at its end: 0.99^1000 is 4e-5."""
