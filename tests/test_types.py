@@ -91,10 +91,11 @@ def test_select_equals_packing_in_that_order(order):
     actual = TrainBatch.from_rollouts(rollouts).select(order)
     expected = TrainBatch.from_rollouts([rollouts[i] for i in order])
     for item in dataclasses.fields(TrainBatch):
-        if getattr(expected, item.name) is None:
-            assert getattr(actual, item.name) is None
+        value, expected_value = getattr(actual, item.name), getattr(expected, item.name)
+        if isinstance(expected_value, torch.Tensor):
+            assert torch.equal(value, expected_value), item.name
         else:
-            assert torch.equal(getattr(actual, item.name), getattr(expected, item.name)), item.name
+            assert value == expected_value, item.name
 
 
 def test_empty_batch():
