@@ -49,9 +49,13 @@ Metrics = Mapping[int, Mapping[str, float]]
 
 
 def list_comparable() -> list[str]:
-    """Return the recipes that learn from rewards and need no more than a policy, a critic and a reference."""
+    """Return the recipes that learn from a single reward and need no more than a policy, a critic and a reference."""
     roles = {"rollout", "actor", "critic", "reference", "reward"}
-    requirements = {name: load_requirements(from_dict({"algorithm": name})) for name in RECIPES}
+    configs = {name: from_dict({"algorithm": name}) for name in RECIPES}
+    # The task's reward has one part, with which GDPO is GRPO normalized over the batch.
+    requirements = {
+        name: load_requirements(config) for name, config in configs.items() if config.advantage.estimator != "gdpo"
+    }
     return [
         name
         for name, needs in requirements.items()

@@ -67,8 +67,8 @@ def wait_until_exited(process: str) -> bool:
     return False
 
 
-async def call_tool(session: EnvironmentSession, number: int, name: str, **arguments: Any) -> str:
-    return (await session.call(number, name, arguments)).text
+async def call_tool(session: EnvironmentSession, name: str, **arguments: Any) -> str:
+    return (await session.call(name, arguments)).text
 
 
 def test_mcp_servers_as_stateless_tools(servers: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,12 +77,12 @@ def test_mcp_servers_as_stateless_tools(servers: str, monkeypatch: pytest.Monkey
     async def work(sessions: EnvironmentPool) -> list[str]:
         session = await sessions.open_session(prompt())
         assert "add" in [schema["function"]["name"] for schema in session.schemas]
-        result = [await call_tool(session, 0, "add", a=2, b=3), await call_tool(session, 1, "environment")]
-        result += [await call_tool(session, 2, "fails"), await call_tool(session, 3, "add", a="x", b=1)]
+        result = [await call_tool(session, "add", a=2, b=3), await call_tool(session, "environment")]
+        result += [await call_tool(session, "fails"), await call_tool(session, "add", a="x", b=1)]
         result += [
-            await call_tool(session, 4, "process"),
-            await call_tool(session, 5, "dies"),
-            await call_tool(session, 6, "process"),
+            await call_tool(session, "process"),
+            await call_tool(session, "dies"),
+            await call_tool(session, "process"),
         ]
         session.close()
         return result
@@ -98,14 +98,14 @@ def test_mcp_servers_as_an_environment(servers: str) -> None:
     async def work(sessions: EnvironmentPool) -> list[str]:
         first_session, second_session = [await sessions.open_session(prompt()) for _ in range(2)]
         result = [
-            await call_tool(first_session, 0, "count"),
-            await call_tool(first_session, 1, "count"),
-            await call_tool(second_session, 0, "count"),
+            await call_tool(first_session, "count"),
+            await call_tool(first_session, "count"),
+            await call_tool(second_session, "count"),
         ]
-        result += [await call_tool(first_session, 2, "process"), await call_tool(second_session, 2, "process")]
+        result += [await call_tool(first_session, "process"), await call_tool(second_session, "process")]
         with pytest.raises(SessionLost, match=r"MCP server one is gone \(fatal: out of luck\)"):
-            await first_session.call(3, "dies", {})
-        assert await call_tool(second_session, 3, "add", a=1, b=1) == "2"
+            await first_session.call("dies", {})
+        assert await call_tool(second_session, "add", a=1, b=1) == "2"
         first_session.close()
         second_session.close()
         return result
@@ -134,7 +134,7 @@ def test_harbor_tasks_as_an_environment(tmp_path: Path) -> None:
         for command in (SOLUTION, "echo no > greeting.txt"):
             session = await sessions.open_session(prompt(task="more/greet"))
             assert [schema["function"]["name"] for schema in session.schemas] == ["bash"]
-            assert await call_tool(session, 0, "bash", command=command) == ""
+            assert await call_tool(session, "bash", command=command) == ""
             result.append(await session.reward("", (USER,), ["done"]))
             session.close()
         return result

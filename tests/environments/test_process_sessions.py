@@ -53,7 +53,7 @@ async def get_reward(session: EnvironmentSession, answer: str = "", turns: int =
 def test_plays_a_game_from_reset_to_reward() -> None:
     async def interact(sessions: EnvironmentPool) -> Any:
         session = await sessions.open_session(prompt(62, unknown="column"))
-        replies = [(await session.call(i, "guess", {"number": number})).text for i, number in enumerate((50, 75, 62))]
+        replies = [(await session.call("guess", {"number": number})).text for number in (50, 75, 62)]
         reward = await get_reward(session, " 62 ", 4)
         session.close()
         return session, replies, reward
@@ -68,13 +68,13 @@ def test_plays_a_game_from_reset_to_reward() -> None:
 def test_sessions_have_their_own_objects_and_reuse_processes() -> None:
     async def interact(sessions: EnvironmentPool) -> list[str]:
         two_sessions = [await sessions.open_session(prompt("fine")) for _ in range(2)]
-        pids = [(await session.call(0, "pid", {})).text for session in two_sessions]
+        pids = [(await session.call("pid", {})).text for session in two_sessions]
         for session in two_sessions:
             session.close()
             session.close()
         await asyncio.gather(*sessions._closing_tasks)
         third_session = await sessions.open_session(prompt("fine"))
-        pids.append((await third_session.call(0, "pid", {})).text)
+        pids.append((await third_session.call("pid", {})).text)
         return pids
 
     first, second, third = run_with_pool(interact, "Odd")
@@ -84,7 +84,7 @@ def test_sessions_have_their_own_objects_and_reuse_processes() -> None:
         counts = []
         for _ in range(2):
             session = await sessions.open_session(prompt())
-            counts += [(await session.call(i, "count", {"by": 2})).text for i in range(2)]
+            counts += [(await session.call("count", {"by": 2})).text for i in range(2)]
             assert await get_reward(session) is None
             session.close()
             await asyncio.gather(*sessions._closing_tasks)
@@ -93,26 +93,22 @@ def test_sessions_have_their_own_objects_and_reuse_processes() -> None:
     assert run_with_pool(count, "Plain") == ["2", "4", "2", "4"]
 
 
-def test_runs_each_call_number_once_in_order() -> None:
+def test_concurrent_calls_run_in_order() -> None:
     async def count(sessions: EnvironmentPool) -> list[str]:
         session = await sessions.open_session(prompt())
-        calls = [session.call(number, "count", {"by": increment}) for number, increment in enumerate((1, 10, 100))]
-        first = [result.text for result in await asyncio.gather(*calls)]
-        return first + [(await session.call(number, "count", {"by": 1})).text for number in (1, 0, 3)]
+        calls = [session.call("count", {"by": increment}) for increment in (1, 10, 100)]
+        return [result.text for result in await asyncio.gather(*calls)]
 
-    assert run_with_pool(count, "Plain") == ["1", "11", "111", "11", "1", "112"]
+    assert run_with_pool(count, "Plain") == ["1", "11", "111"]
 
 
 def test_coroutines_run_between_calls() -> None:
     async def interact(sessions: EnvironmentPool) -> Any:
         session = await sessions.open_session(prompt())
-        cancelled_call = asyncio.ensure_future(session.call(0, "wait", {"seconds": 0.3}))
-        await asyncio.sleep(0.05)
-        cancelled_call.cancel()  # like a stopped conversation; the call continues
-        result = await session.call(0, "wait", {"seconds": 0.3})
-        before = int((await session.call(1, "beats_now", {})).text)
-        while int((await session.call(2, "beats_now", {})).text) <= before:
-            session._call_tasks.clear()
+        result = await session.call("wait", {"seconds": 0.3})
+        before = int((await session.call("beats_now", {})).text)
+        while int((await session.call("beats_now", {})).text) <= before:
+            pass
         return session.messages, result, await get_reward(session)
 
     messages, result, reward = run_with_pool(interact, "Waits")
@@ -123,7 +119,7 @@ def test_coroutines_run_between_calls() -> None:
 def test_environments_may_define_tools_at_reset() -> None:
     async def interact(sessions: EnvironmentPool) -> Any:
         session = await sessions.open_session(prompt(["look", "go"]))
-        return [schema["function"]["name"] for schema in session.schemas], await session.call(0, "go", {"x": "y"})
+        return [schema["function"]["name"] for schema in session.schemas], await session.call("go", {"x": "y"})
 
     assert run_with_pool(interact, "Found") == (["look", "go"], ToolResult("go of {'x': 'y'}", True))
     for names, message in ((["a", "a"], "two tools called a"), (["<|im_end|>"], "its name must be")):
@@ -136,7 +132,7 @@ def test_refuses_calls_of_methods_that_are_no_tools() -> None:
 
     async def interact(sessions: EnvironmentPool) -> list[ToolResult]:
         session = await sessions.open_session(prompt("fine"))
-        return [await session.call(number, name, {}) for number, name in enumerate(names)]
+        return [await session.call(name, {}) for name in names]
 
     for name, result in zip(names, run_with_pool(interact, "Odd"), strict=True):
         assert result == ToolResult(f"Error: unknown tool {name!r}; available: act, pid", False)
@@ -146,7 +142,7 @@ def test_combines_environments_and_tools() -> None:
     async def interact(sessions: EnvironmentPool) -> Any:
         session = await sessions.open_session(prompt(3, environment="Guess"))
         names = [schema["function"]["name"] for schema in session.schemas]
-        return names, await session.call(0, "calculator", {"expression": "1+2"}), await session.call(1, "guess", {})
+        return names, await session.call("calculator", {"expression": "1+2"}), await session.call("guess", {})
 
     names, sum_result, refused = run_with_pool(
         interact, "Plain", "Guess", tools=("megarl.environments.ready.calculator:calculator",)
@@ -173,9 +169,9 @@ def test_combines_environments_and_tools() -> None:
 def test_tool_errors_keep_the_session(tmp_path: Path, behavior: str, text: str) -> None:
     async def interact(sessions: EnvironmentPool) -> Any:
         session = await sessions.open_session(prompt("fine"))
-        before = await session.call(0, "pid", {})
-        result = await session.call(1, "act", {"behavior": behavior})
-        assert await session.call(2, "pid", {}) == before
+        before = await session.call("pid", {})
+        result = await session.call("act", {"behavior": behavior})
+        assert await session.call("pid", {}) == before
         return result, await get_reward(session)
 
     result, reward = run_with_pool(interact, "Odd", log=tmp_path / "log")
@@ -197,9 +193,9 @@ def test_a_dead_or_hanging_tool_loses_the_session(tmp_path: Path, behavior: str,
             await sessions.open_session(prompt("fine")),
         )
         with pytest.raises(SessionLost, match=message):
-            await session.call(0, "act", {"behavior": behavior})
+            await session.call("act", {"behavior": behavior})
         with pytest.raises(SessionLost, match=message):
-            await session.call(1, "pid", {})
+            await session.call("pid", {})
         assert await get_reward(session) == RewardFailure(message)
         session.close()
         assert await get_reward(other_session) == Reward(0.25)
@@ -273,9 +269,9 @@ def test_kills_daemons_of_dead_processes(tmp_path: Path) -> None:
 
     async def interact(sessions: EnvironmentPool) -> None:
         session = await sessions.open_session(prompt("fine"))
-        assert (await session.call(0, "act", {"behavior": f"daemon:{pid_file}"})).text == "left"
+        assert (await session.call("act", {"behavior": f"daemon:{pid_file}"})).text == "left"
         with pytest.raises(SessionLost):
-            await session.call(1, "act", {"behavior": "die"})
+            await session.call("act", {"behavior": "die"})
         deadline = time.monotonic() + 60
         while any(map(is_running, pid_file.read_text().split())) and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
@@ -287,8 +283,8 @@ def test_kills_daemons_of_dead_processes(tmp_path: Path) -> None:
 def test_closing_during_a_call_kills_the_process() -> None:
     async def interact(sessions: EnvironmentPool) -> None:
         session = await sessions.open_session(prompt("fine"))
-        pid = (await session.call(0, "pid", {})).text
-        waiting = asyncio.ensure_future(session.call(1, "act", {"behavior": "hang"}))
+        pid = (await session.call("pid", {})).text
+        waiting = asyncio.ensure_future(session.call("act", {"behavior": "hang"}))
         await asyncio.sleep(0.1)
         session.close()
         with pytest.raises(asyncio.CancelledError):
@@ -325,7 +321,7 @@ def test_processes_inherit_no_secrets_or_files(monkeypatch: pytest.MonkeyPatch) 
     async def interact(sessions: EnvironmentPool) -> list[str]:
         session = await sessions.open_session(prompt("fine"))
         return [
-            (await session.call(i, "act", {"behavior": behavior})).text
+            (await session.call("act", {"behavior": behavior})).text
             for i, behavior in enumerate(("environment", "files"))
         ]
 
@@ -353,7 +349,7 @@ def test_runs_agents_in_processes(tmp_path: Path) -> None:
     results = run_with_pool(run, "agent", log=tmp_path / "log")
     assert results[0] == {"reward": 1.0, "parts": {"length": 11}} and results[1] != results[1] and results[2] is None
     assert "agent: it raised ValueError: it is odd in two lines" in results[3]
-    assert results[4] == "agent: its process ended with exit status 0" and results[5] == "agent was stopped after 3 s"
+    assert results[4] == "agent: its process ended with exit status 0" and results[5] == "late"
     assert "it returned a set" in results[6]
 
 

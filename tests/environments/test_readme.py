@@ -60,8 +60,8 @@ def test_class_and_tool_examples_run(modules: None) -> None:
         async with aclosing(EnvironmentPool(catalog, 60.0, 1)) as sessions:
             session = await sessions.open_session(Prompt("p", ({"role": "user", "content": "Go."},), ground_truth=7))
             results = [
-                await session.call(0, "guess", {"number": 7}),
-                await session.call(1, "count_words", {"text": "a b"}),
+                await session.call("guess", {"number": 7}),
+                await session.call("count_words", {"text": "a b"}),
             ]
             return [item.text for item in results], await session.reward("7", (), ["7"])
 
@@ -75,7 +75,7 @@ def test_agent_example_runs(modules: None) -> None:
     async def run() -> Any:
         async with aclosing(EnvironmentPool(catalog, 60.0, 1)) as sessions:
             prompt = Prompt("p", ({"role": "user", "content": "Go."},), ground_truth="1")
-            return await sessions.run_agent(prompt, "http://x", "key", 60.0)
+            return await sessions.run_agent(prompt, "http://x", "key")
 
     assert asyncio.run(run()) == 1.0
 
@@ -90,6 +90,6 @@ def test_program_example_runs_with_the_openai_client(tmp_path: Path) -> None:
         async with serve(lambda messages: f"It is {len(messages)}.", requests) as url:
             async with aclosing(EnvironmentPool(catalog, 60.0, 1)) as sessions:
                 prompt = Prompt("p", ({"role": "user", "content": "Go."},), ground_truth="1")
-                return await sessions.run_agent(prompt, url, "key", 60.0), requests[0]["messages"]
+                return await sessions.run_agent(prompt, url, "key"), requests[0]["messages"]
 
     assert asyncio.run(run()) == (1.0, [{"role": "user", "content": "Go."}])

@@ -44,7 +44,7 @@ def call_tools(calls: list[tuple[str, Any]], timeout: float = 30.0, size: int = 
     async def call_all() -> list[ToolResult]:
         async with make_pool(*NAMES, timeout=timeout, size=size) as pool:
             session = await pool.open_session(PROMPT)
-            return [await session.call(number, *item) for number, item in enumerate(calls)]
+            return [await session.call(*item) for item in calls]
 
     return asyncio.run(call_all())
 
@@ -71,8 +71,8 @@ def test_counts_calls_and_failures() -> None:
             session = await pool.open_session(PROMPT)
             calls: list[tuple[str, Any]] = [("raises", {}), ("raises", {}), ("dies", {}), ("table", {})]
             calls += [("slow", {"seconds": 60}), ("slow", {"seconds": "x"}), ("unknown", {}), ("slow", {})]
-            for number, call in enumerate(calls):
-                await session.call(number, *call)
+            for call in calls:
+                await session.call(*call)
             return pool.tool_call_stats
 
     actual = asyncio.run(call_all())

@@ -61,7 +61,7 @@ def run_episodes(spec: str, prompts: list[Prompt], answer: openai_stub.Answer = 
 
     async def run_episode(sessions: EnvironmentPool, prompt: Prompt, url: str) -> Any:
         try:
-            return await sessions.run_agent(prompt, url, "key", 240.0)
+            return await sessions.run_agent(prompt, url, "key")
         except SessionLost as error:
             return str(error)
 

@@ -60,7 +60,7 @@ print(json.dumps([homes.tolist(), layers, routing.topk, sent]))
 
 
 def test_plans_a_job_of_512_ranks() -> None:
-    """671B on 512 ranks: 58 MoE layers over 16 stages, 16 engines, each homed on its first rank."""
+    """671B on 512 ranks: 58 MoE layers over 16 stages, 32 engines, each homed on its first rank."""
     process = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PLAN_SCRIPT],
         cwd=ROOT,
@@ -70,8 +70,8 @@ def test_plans_a_job_of_512_ranks() -> None:
         check=True,
     )
     owners, layers, topk, sent = json.loads(process.stdout.splitlines()[-1])
-    assert owners == [rank for rank in range(0, 512, 32) for _ in range(2)]
+    assert owners == list(range(0, 512, 16))
     assert sum(layers, []) == list(range(58)) and layers[0] == [] and len(layers[1]) == 4 and topk == 8
     assert sent["33"]["machine"] == sent["33"]["network"] == 0  # no home sequences, and its stage returns no logprobs
     # Routing of the other machines' layers, for policy log-probs and one pass of updates.
-    assert sent["32"]["network"] > 2 * 2 * 511 * 8 * (58 - 4) * 0.9
+    assert sent["32"]["network"] > 2 * 511 * 8 * (58 - 4) * 0.9
