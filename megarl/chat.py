@@ -193,10 +193,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_cli(lambda: run_chat(parse_arguments(arguments)))
 
 
-_CALL_NUMBER_STRIDE = 1 << 20
-"""Step of call numbers between lines. Calls with equal numbers run only once, so lines must not share numbers."""
-
-
 def printable(text: str) -> str:
     """Escape characters that would control the terminal; a model may emit any byte."""
     return "".join(char if char.isprintable() or char == "\n" else f"\\x{ord(char):02x}" for char in text)

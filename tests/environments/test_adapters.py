@@ -171,7 +171,7 @@ def test_agents_reuse_their_process_until_they_raise() -> None:
         result: list[Any] = []
         for behavior in ("", "", "raises", ""):
             try:
-                result.append(await sessions.run_agent(prompt(how=behavior), "http://x", "key", 60.0))
+                result.append(await sessions.run_agent(prompt(how=behavior), "http://x", "key"))
             except SessionLost as error:
                 result.append(str(error))
         return result
