@@ -31,9 +31,9 @@ SPEAKERS = ("", "b", "")
 @dataclass(frozen=True)
 class DialogueOptions:
     ask_critic: str = "Is this answer right? Say briefly what is wrong with it."
-    """What the critic is told after an answer."""
+    """Message to the critic after an answer of the solver."""
     ask_solver: str = "Take this into account and answer the question again."
-    """What the solver is told after a comment."""
+    """Message to the solver after a comment of the critic."""
 
 
 class SpeakerController(GRPOController):

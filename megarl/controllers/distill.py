@@ -53,7 +53,7 @@ class TeacherOptions:
     sources: tuple[str, ...] = ()
     """Data sources (the column `data_source`) of the prompts that it teaches; empty for all."""
     prompt: Prose = ""
-    """What it reads in place of the last user message, as a format string: `{prompt}` is that message, `{ground_truth}`
+    """Format string that replaces the last user message for this teacher: `{prompt}` is that message, `{ground_truth}`
     the reference answer, and other names are further columns of the row. Empty for the student's prompt."""
     tokenizer: Literal["policy", "own"] = "policy"
     """`own` for a model with another tokenizer, which reads texts (`controllers/cross_tokenizer.py`)."""

@@ -1,4 +1,4 @@
-"""What a step generated, call by call, as it is recorded: with the rewards that the algorithm gave it."""
+"""The rollouts of a step in the order in which they are recorded: call by call, with their final rewards."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ def make_step_record(
     if result is not None:
         generated = {id(rollout.turns[0]) for part, _ in calls for rollout in part.local}
         pairs = zip(result.local_indices.tolist(), result.local, strict=True)
-        own = {number: rollout for number, rollout in pairs if id(rollout.turns[0]) not in generated}
-        own_numbers = sorted(number for group in result.comm.all_gather_objects(list(own)) for number in group)
-        numbers += [total + own_numbers.index(number) for number in own]
-        rollouts += own.values()
-        indices += [None] * len(own)
-        total += len(own_numbers)
+        extra = {number: rollout for number, rollout in pairs if id(rollout.turns[0]) not in generated}
+        extra_numbers = sorted(number for group in result.comm.all_gather_objects(list(extra)) for number in group)
+        numbers += [total + extra_numbers.index(number) for number in extra]
+        rollouts += extra.values()
+        indices += [None] * len(extra)
+        total += len(extra_numbers)
     is_greedy = tuple(call.is_greedy for call in calls)
     version = calls[0].rollouts.version if calls else -1
     return StepRecord(total, numbers, rollouts, indices, StepGeneration(is_greedy, version, dict(metrics or {})))

@@ -257,16 +257,15 @@ class GroupStream:
 
         sleeps: the policy cannot be used meanwhile, so no time-out and no idle slot counts.
         """
-        if sleeps:
-            for run in self._active_groups.values():
-                run.deadline.suspend()
         try:
             await self._gate.pause(mode)
         except EngineLost as lost:
             self._on_engine_lost(lost)
             await self._gate.wait_until(lambda: self.is_lost)
-        if sleeps:  # only now: until its requests are aborted it is busy
+        if sleeps:  # only now: until then the policy is busy, and with `wait` time-outs bound how long
             self._asleep_since = time.monotonic()
+            for run in self._active_groups.values():
+                run.deadline.suspend()
         if (busy_interval := self._gate.pop_busy_interval()) is not None:
             self._on_busy_interval(*busy_interval)
 

@@ -115,12 +115,8 @@ class RolloutStream:
         on_busy_interval: OnBusyInterval,
     ) -> None:
         self._config, self._loader, self._comm = config, loader, comm
-        self._runner, self._engine_index, self._num_engines, self._kv_store = (
-            runner,
-            engine_index,
-            num_engines,
-            kv_store,
-        )
+        self._runner, self._engine_index = runner, engine_index
+        self._num_engines, self._kv_store = num_engines, kv_store
         self._step_seed, self._on_busy_interval = step_seed, on_busy_interval
         self._samples = 0
         self._num_pending = 0

@@ -51,7 +51,7 @@ class RolloutWorker(Worker):
         """True until engine and trainer log-probs have been compared after the last start or fully verified weight
         sync."""
         self.generations: list[GenerateCall] = []
-        """What the current step has generated."""
+        """The calls of `generate` in the current step, and their results."""
         self._replayed_step: ReplayedStep | None = None
         self._prompts: dict[int, Prompt] = {}
         """Prompts by group number of the current step's samples, on the ranks that know them."""

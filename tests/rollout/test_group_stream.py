@@ -450,6 +450,27 @@ def test_complete_groups_of_a_snapshot_come_first() -> None:
     assert set(asyncio.run(run())) <= {prompt.id for prompt in ALL_PROMPTS[:4]}
 
 
+def test_timeouts_bound_the_wait_for_conversations_before_sleep() -> None:
+    """With `wait` they end first, but none takes longer than its time-out."""
+
+    async def run() -> list[str]:
+        policy, context = DeterministicPolicy(pause=0.5), make_context()
+        stream = GroupStream(GroupQueue(UNLIMITED), policy, context, samples=SAMPLES, max_groups=GROUPS, timeout=0.3)
+        task = asyncio.create_task(stream.run())
+        await stream.admit(admitted(0))
+        while not policy.num_running:
+            await asyncio.sleep(0.01)
+        async with asyncio.timeout(20):
+            await stream.pause("wait", sleeps=True)
+        await stream.resume()
+        result = await stream.collect(1)
+        task.cancel()
+        assert result is not None
+        return [rollout.failure for rollout in result.rollouts]
+
+    assert set(asyncio.run(run())) == {"it did not finish within rollout.step_timeout"}
+
+
 def test_time_asleep_counts_for_no_timeout() -> None:
     async def run() -> list[Rollout]:
         policy = DeterministicPolicy(pause=0.01)
