@@ -180,9 +180,10 @@ def test_generation_continues_across_weight_syncs(folder: Path, host: str, tmp_p
 
 @pytest.mark.nightly
 def test_replay_of_an_asynchronous_run_keeps_its_staleness(folder: Path, host: str, tmp_path: Path) -> None:
-    """With truncated sampling and importance weights, bitwise; and from the third step on, where tokens are stale."""
+    """With truncated sampling and importance weights, bitwise; and from the third step on, where tokens are stale,
+    since the engine starts the prompts of three steps at once."""
     run_dir = tmp_path / "run"
-    settings = [*TWO_RANKS, *ASYNC, "rollout.max_staleness=2", "rollout.concurrency=4", "correction.kind=tis"]
+    settings = [*TWO_RANKS, *ASYNC, "rollout.max_staleness=2", "correction.kind=tis"]
     settings += ["rollout.temperature=0.7", "rollout.top_k=20", "run.num_rollout=4"]
     train(folder, run_dir, *settings, host=host)
     assert_replays(lambda target, replay: train(folder, target, *settings, replay), run_dir)
@@ -194,4 +195,4 @@ def test_replay_of_an_asynchronous_run_keeps_its_staleness(folder: Path, host: s
 
     rows = read_steps(run_dir)
     assert [ages(row) for row in read_steps(tmp_path / "later")] == [ages(row) for row in rows[2:]]
-    assert all(len(ages(row)) > 1 for row in rows[2:])
+    assert all(any(not name.endswith("staleness0") for name in ages(row)) for row in rows[2:])

@@ -143,7 +143,7 @@ def test_separate_reference_of_a_policy_with_adapters(
     separate, colocated = read_steps(tmp_path / "separate"), read_steps(tmp_path / "colocated")
     assert len(separate) == 4 and separate[1]["actor/kl_to_reference"] > 1e-5
     for actual, expected in zip(separate, colocated, strict=True):
-        assert actual["actor/kl_to_reference"] == pytest.approx(expected["actor/kl_to_reference"], abs=1e-6)
+        assert actual["actor/kl_to_reference"] == pytest.approx(expected["actor/kl_to_reference"], rel=1e-4, abs=1e-6)
 
 
 def test_reward_of_each_rollout_is_the_weighted_sum_of_its_parts(separate_run: Path, folder: Path) -> None:

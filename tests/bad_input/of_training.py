@@ -191,7 +191,7 @@ CASES = [
     ),
     Case(
         "an unknown advantage estimator",
-        ("advantage.estimator must be one of grpo, rloo",),
+        ("advantage.estimator must be one of grpo, gdpo, rloo",),
         (GRPO, "advantage.estimator=remax"),
     ),
     Case(

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.nightly]
 OPTIONAL_PACKAGES = {"mcp", "mlflow", "sglang", "swanlab", "verifiers", "wandb"}
 """Imported only on request: extras, or packages installed without their dependencies."""
-DISTRIBUTIONS = {"yaml": "pyyaml", "megatron": "megatron-core"}
+DISTRIBUTIONS = {"yaml": "pyyaml", "megatron": "megatron-core", "PIL": "pillow"}
 
 
 def package_files() -> list[Path]:
