@@ -63,18 +63,22 @@ class Checkpointer:
         return {role: model for role, model in models.items() if model is not None}
 
     @property
-    def _reference(self) -> ReferenceWorker | SeparateReferenceWorker | None:
-        """The reference, whose weights are part of a checkpoint once they are no longer those of `model.path`."""
-        worker = self.workers.get("reference")
-        return worker if isinstance(worker, ReferenceWorker | SeparateReferenceWorker) else None
+    def _references(self) -> dict[str, ReferenceWorker | SeparateReferenceWorker]:
+        """The references by role. Their weights are part of a checkpoint once they are no longer those of
+        `model.path`."""
+        return {
+            role: worker
+            for role, worker in self.workers.items()
+            if split_role(role)[0] == "reference" and isinstance(worker, ReferenceWorker | SeparateReferenceWorker)
+        }
 
     def check_copies(self) -> None:
         """Warn of machines that lack memory for the copies of asynchronous saves, once models are loaded."""
         if not (self.config.run.save_every and self.config.run.save_async):
             return
         local_bytes = sum(async_copy_bytes(model) for model in self.trained_models().values())
-        if self.config.kl.refresh_reference_every and self._reference is not None:
-            local_bytes += self._reference.nbytes
+        if self.config.kl.refresh_reference_every:
+            local_bytes += sum(reference.nbytes for reference in self._references.values())
         for line in disk_space.check_copy_memory(
             ranks.all_gather_objects((socket.gethostname(), local_bytes, disk_space.free_memory()))
         ):
@@ -103,19 +107,20 @@ class Checkpointer:
         assert self.control is not None
         host = {"step": step, "loader": self.loader.state_dict(), "controller": self.controller.state_dict()}
         host |= {"guards": self.log.guards.state_dict(), "control": self.control.state_dict()}
-        host["reference_version"] = self._reference.version if self._reference is not None else 0
+        host["reference_versions"] = {role: reference.version for role, reference in self._references.items()}
 
         def stage(folder: Path) -> RankWrite:
             models = []
             for role, model in self.trained_models().items():
                 staging = self._stagings.setdefault(role, StagingBuffer()) if in_background else None
                 models.append(StagedCheckpoint(model, folder / role, staging))
-            reference = self._reference
-            if reference is not None and reference.version and reference.saved_model is not None:
+            for role, reference in self._references.items():
+                if not reference.version or reference.saved_model is None:
+                    continue
                 # Copied even for a synchronous save: these weights are in the model only for a moment.
-                staging = self._stagings.setdefault("reference", StagingBuffer())
+                staging = self._stagings.setdefault(role, StagingBuffer())
                 with reference.use_reference_weights():
-                    models.append(StagedCheckpoint(reference.saved_model, folder / "reference", staging, True))
+                    models.append(StagedCheckpoint(reference.saved_model, folder / role, staging, True))
             other_writes = [*(worker.save() for worker in self.workers.values()), self.controller.save()]
             drain = self.log.make_drain()
 
@@ -253,7 +258,9 @@ class Checkpointer:
             self.loader.load_state_dict(host["loader"], self.config.run.resume == "forced")
             self.controller.load_state_dict(host["controller"])
             self.log.guards.load_state_dict(host.get("guards", {}))
-            reference_version = int(host.get("reference_version", 0))
+            # A checkpoint of an earlier version names one reference.
+            versions = host.get("reference_versions", {"reference": host.get("reference_version", 0)})
+            reference_versions = {role: int(versions.get(role, 0)) for role in self._references}
         except (KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"{folder}/host.json is not of this program ({type(error).__name__}: {error}); move that folder away "
@@ -261,9 +268,13 @@ class Checkpointer:
             ) from None
 
         ranks.run_on_all(lambda: self._restore_models(folder))
-        if (reference := self._reference) is not None:
-            load = partial(restore_model, folder=folder / "reference", is_reference=True)
-            ranks.run_on_all(lambda: reference.restore_version(reference_version, load))
+
+        def restore_references() -> None:
+            for role, reference in self._references.items():
+                load = partial(restore_model, folder=folder / role, is_reference=True)
+                reference.restore_version(reference_versions[role], load)
+
+        ranks.run_on_all(restore_references)
         for worker in self.workers.values():
             worker.restore(folder)
         self.controller.restore(folder, row_exchange.WorldComm())

@@ -51,7 +51,7 @@ from megarl.parallel.placement import (
     split_role,
     with_role,
 )
-from megarl.parallel.policy_configs import policy_config, takes_turns
+from megarl.parallel.policy_configs import find_shared_ranks, policy_config, takes_turns
 from megarl.parallel.ranks import create_role_layouts
 from megarl.workers.actor import ActorWorker, ReferenceWorker, SeparateReferenceWorker
 from megarl.workers.context import Context, Worker
@@ -224,18 +224,20 @@ class HybridFlow:
         self.begin_step()
         self.control.apply(step, ranks.broadcast_object(self.control.read() if self.log.is_writer else None))
         every = self.config.kl.refresh_reference_every
-        if every and step > 1 and (step - 1) % every == 0 and "reference" in self.requirements.roles:
-            self.reference.refresh(self.actor)
+        if every and step > 1 and (step - 1) % every == 0:
+            for role, worker in self.workers.items():
+                base, policy = split_role(role)
+                if base == "reference":
+                    reference: Any = worker
+                    reference.refresh(self.workers[f"actor_{policy}" if policy else "actor"])
 
     def _finish_step(self, result: StepResult) -> dict[str, float]:
         metrics = dict(result.metrics)
         if result.rollouts is not None:
             metrics |= rollout_metrics(result.rollouts)
-        worker_metrics = {
-            role: prefix_metrics(worker.metrics(), split_role(role)[1]) for role, worker in self.workers.items()
-        }
-        for values in worker_metrics.values():
-            metrics |= values
+        worker_metrics = {role: worker.metrics() for role, worker in self.workers.items()}
+        for role, values in worker_metrics.items():
+            metrics |= prefix_metrics(values, split_role(role)[1])
         if self.watchdog is not None:
             watchdog_metrics, alarm = self.watchdog.check_step(self.step)
             metrics |= watchdog_metrics
@@ -259,7 +261,11 @@ class HybridFlow:
         if self.gpu is not None:
             metrics |= self.gpu.metrics()
         metrics["perf/peak_memory_gib"] = device.peak_memory_bytes() / 2**30
-        recorded = result.rollouts, result.batch, result.trained_rollouts, self._generate_calls()
+        calls = self._generate_calls()
+        for policy, other in result.policies.items():
+            recorded = other.rollouts, other.batch, other.trained_rollouts, calls[policy]
+            self.log.record_step(self.step, *recorded, worker_metrics[f"rollout_{policy}"], policy)
+        recorded = result.rollouts, result.batch, result.trained_rollouts, calls.get("", [])
         return self.log.end_step(self.step, metrics, *recorded, worker_metrics.get("rollout"))
 
     def check_config(self, config: Config) -> None:
@@ -275,12 +281,19 @@ class HybridFlow:
         for worker in self.workers.values():
             worker.begin_step(self.step)
 
-    def _generate_calls(self) -> list[GenerateCall]:
-        """Return what the current step has generated so far, with rewards if it has been scored."""
-        calls: Sequence[GenerateCall] = getattr(vars(self).get("rollout"), "generations", ())
+    def _generate_calls(self) -> dict[str, list[GenerateCall]]:
+        """Return what each policy has generated so far in the current step, with rewards if it has been scored."""
         pairs = getattr(vars(self).get("reward"), "scored", [])
         scored = {id(original): rewarded for original, rewarded in pairs}
-        return [call._replace(rollouts=scored.get(id(call.rollouts), call.rollouts)) for call in calls]
+        result = {}
+        for role, worker in self.workers.items():
+            base, policy = split_role(role)
+            if base == "rollout":
+                calls: Sequence[GenerateCall] = getattr(worker, "generations", ())
+                result[policy] = [
+                    call._replace(rollouts=scored.get(id(call.rollouts), call.rollouts)) for call in calls
+                ]
+        return result
 
     # --- start and end ----------------------------------------------------------------------------------------
 
@@ -325,8 +338,13 @@ class HybridFlow:
             if should_check_offered(config, self.requirements):
                 check_offered((item for items in (items, self.eval_items) for item in items), self.chat.catalog)
         records = config.track.save_rollouts and self.requirements.has_rollout
-        vocabulary = vocabulary_hash(config.model.path) if records else ""
-        self.log = RunLog(config, self.job, vocabulary, is_training=bool(self.requirements.trained_roles))
+        vocabularies = {
+            policy: vocabulary_hash(policy_config(config, role).model.path)
+            for role in self.requirements.roles
+            for base, policy in [split_role(role)]
+            if base == "rollout" and records
+        }
+        self.log = RunLog(config, self.job, vocabularies, is_training=bool(self.requirements.trained_roles))
         self.spread = ZeroSpreadWarning(self.requirements)
         return report.warnings
 
@@ -445,20 +463,27 @@ class HybridFlow:
 
     def _role_context(self, context: Context, role: str) -> Context:
         """Return the context of a role's worker."""
-        takes = is_engine_role(self.config, role) and takes_turns(self.config, self.requirements.roles, role)
-        context = dataclasses.replace(context, role=role, takes_turns=takes)
+        roles = self.requirements.roles
+        if is_engine_role(self.config, role):
+            takes, shared = takes_turns(self.config, roles, role), find_shared_ranks(self.config, roles, role)
+            context = dataclasses.replace(context, takes_turns=takes, shared_ranks=shared)
+        context = dataclasses.replace(context, role=role)
         config = policy_config(self.config, role)
         if config is self.config:
             return context
         context = dataclasses.replace(
             context, config=largest_config(config), hf_config=load_hf_config(config.model.path)
         )
-        policy = split_role(role)[1]
+        base, policy = split_role(role)
         if not policy:  # a frozen model: no updates, and no weight sync
             return dataclasses.replace(context, num_updates={})
         updates = {**context.num_updates, "actor": context.num_updates[f"actor_{policy}"]}
         chat = read_chat(context.hf_config, config, self.requirements)
-        return dataclasses.replace(context, num_updates=updates, chat=chat)
+        context = dataclasses.replace(context, num_updates=updates, chat=chat)
+        if base == "rollout":
+            render = chat.render_prompt if config.model.path != self.config.model.path else None
+            context = dataclasses.replace(context, prompt_loader=self.loader.fork(policy, render))
+        return context
 
     def sync_weights(self) -> None:
         """Sync restored weights to the engines, if there are any; no update precedes this."""

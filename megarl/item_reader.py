@@ -38,10 +38,16 @@ class ItemReader:
         self.max_positions = int(family_of(hf_config).gpt_kwargs(hf_config)["max_sequence_length"])
         self.notes: list[str] = []
 
-    def load_prompts(self, files: str | Sequence[str], whole: bool = False) -> ConcatDataset[Prompt]:
+    def load_prompts(
+        self,
+        files: str | Sequence[str],
+        whole: bool = False,
+        others: Sequence[tuple[Callable[[Prompt], Sequence[int]], int]] = (),
+    ) -> ConcatDataset[Prompt]:
         """Read and render prompts. Prompts that leave no room for a response are dropped and counted in a note.
 
-        whole: one step takes all prompts; none are dealt out over steps.
+        whole: one step takes all prompts; none are dealt out over steps. others: of models besides the first that
+        answer the same prompts, a function that renders a prompt, and the most tokens that it may have.
         """
         data, longest = self.config.data, smallest_context(self.config) - 1
         file_of_id: dict[str, str] = {}
@@ -59,7 +65,11 @@ class ItemReader:
                     f"{path}, {by_agent[0]}: there are images, but an agent runs this prompt, and the server that "
                     "agents query takes text alone; use tools or an environment"
                 )
-            fitting, dropped = render_prompts(prompts, self.chat.encode_prompt, longest)
+            fitting, _ = render_prompts(prompts, self.chat.encode_prompt, longest)
+            for render, most in others:
+                fitting_ids = {prompt.id for prompt in render_prompts(fitting, render, most)[0]}
+                fitting = [prompt for prompt in fitting if prompt.id in fitting_ids]
+            dropped = len(prompts) - len(fitting)
             fitting = [
                 replace(prompt, images=self.chat.place_images(prompt.token_ids, prompt.images))
                 if prompt.images

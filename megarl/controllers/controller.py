@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -72,6 +72,8 @@ class StepResult:
     batch: TrainBatch | None = None
     trained_rollouts: Rollouts | None = None
     """The rollouts in the batch, in its order; None if all are."""
+    policies: Mapping[str, StepResult] = field(default_factory=dict)
+    """Results of the policies besides the first, by name, whose rollouts are recorded, too."""
 
 
 class Evaluation(Protocol):

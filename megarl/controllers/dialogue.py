@@ -6,6 +6,10 @@ Both are trained, by GRPO, each on the tokens that it sampled. A policy sees the
 what it said are the assistant's messages, what the other said are the user's. So the two may be different models with
 different tokenizers, and each turn is a sequence of its own: the conversation so far as the prompt, then the turn.
 
+With `rollout.asynchronous` or `rollout.oversample` the solver's first answers come from conversations that run ahead of
+the step. The turns that follow have prompts that only these answers complete: engines generate them within the step, by
+the current weights.
+
 An answer of the solver has the reward of that answer, and is compared with the answers to the same question at the same
 turn. A comment of the critic has the improvement as its reward: that of the second answer minus that of the first.
 """
@@ -14,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 
@@ -24,6 +29,7 @@ from megarl.controllers.policies import PoliciesController, flow_of
 from megarl.controllers.policy_gradient import Experience, select_trainable
 from megarl.types import Message, Prompt, Rollouts
 
+T = TypeVar("T")
 SPEAKERS = ("", "b", "")
 """Policy of each turn."""
 
@@ -52,10 +58,9 @@ class DialogueController(PoliciesController):
     def step(self, flow: Flow, items: Sequence[Prompt]) -> StepResult:
         # 1. The conversations, turn by turn: `samples` of each question.
         samples = self.config.rollout.samples_per_prompt
-        prompts = [prompt for prompt in items for _ in range(samples)]
         question = torch.arange(len(items)).repeat_interleave(samples)
-        first = flow.reward.score(_one_each(flow.rollout.generate(items, samples), len(prompts)))
-        said = [[text] for text in gather_answers(first)]
+        first = flow.reward.score(_one_each(flow.rollout.generate(items, samples), len(question)))
+        prompts, said = gather_prompts(first), [[text] for text in gather_answers(first)]
         comments, commented = self.speak(flow, "b", prompts, said, range(len(prompts)))
         for index, text in zip(commented, gather_answers(comments), strict=True):
             said[index].append(text)
@@ -130,9 +135,20 @@ def see_conversation(
     return tuple(messages)
 
 
+def gather_prompts(rollouts: Rollouts) -> list[Prompt]:
+    """Return the prompt of each rollout, on all ranks: they may be others than a step asked for, where it takes the
+    first conversations that are complete (`rollout.oversample`) or recorded ones. Collective."""
+    return _gather(rollouts, [rollout.prompt for rollout in rollouts.local])
+
+
 def gather_answers(rollouts: Rollouts) -> list[str]:
     """Return the last text of each rollout, on all ranks: the next speaker's engines may be on others. Collective."""
-    local = list(zip(rollouts.local_indices.tolist(), (rollout.answer for rollout in rollouts.local), strict=True))
+    return _gather(rollouts, [rollout.answer for rollout in rollouts.local])
+
+
+def _gather(rollouts: Rollouts, values: Sequence[T]) -> list[T]:
+    """Return the values of all rollouts, on all ranks. values: of the local ones."""
+    local = list(zip(rollouts.local_indices.tolist(), values, strict=True))
     by_index = dict(pair for pairs in rollouts.comm.all_gather_objects(local) for pair in pairs)
     return [by_index[index] for index in range(len(rollouts))]
 

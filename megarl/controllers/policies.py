@@ -5,24 +5,30 @@
 
 The first policy has the roles `actor`, `rollout` and `reference`; another one, here b, has `actor_b`, `rollout_b` and
 `reference_b`, with settings under `roles` (`parallel/policy_configs.py`). All start from `model.path` unless
-`roles.actor_b.model` names another model, and share the reward and the prompts of a step. `PolicyFlow` shows an
-algorithm its policy's roles under the names of the first's, so an algorithm does not know which policy it trains.
+`roles.actor_b.model` names another model, and share the reward. `PolicyFlow` shows an algorithm its policy's roles
+under the names of the first's, so an algorithm does not know which policy it trains.
+
+Each policy is dealt the same prompts in the same order, in its own tokens and from a position of its own: an algorithm
+that draws further prompts within a step (DAPO), and engines that generate ahead (`rollout.asynchronous`,
+`rollout.oversample`), do not move the others. Prompts that a policy cannot answer are left out for all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
+from megarl.chat_format.chat_template import ChatTemplate
 from megarl.checkpoint.manifest import Write
 from megarl.config import Config, ConfigError
-from megarl.controllers.controller import Flow, StepResult
+from megarl.config.stages import smallest_context
+from megarl.controllers.controller import Evaluation, Flow, StepResult
 from megarl.controllers.policy_gradient import PolicyController, PolicyUpdateController
 from megarl.controllers.ppo import PPOController
 from megarl.controllers.remax import ReMaxController
-from megarl.data.datasets import render_prompts
+from megarl.data.loader import PromptLoader
 from megarl.observe.metrics import prefix_metrics, rollout_metrics
 from megarl.parallel.placement import POLICY_ROLES, split_role
 from megarl.parallel.policy_configs import policy_config
@@ -42,6 +48,12 @@ class PolicyFlow:
         self.flow, self.policy = flow, policy
         self.config = policy_config(flow.config, f"actor_{policy}")
 
+    @property
+    def loader(self) -> PromptLoader[Prompt]:
+        """The loader that deals out prompts in the policy's tokens."""
+        loader: PromptLoader[Prompt] = self.rollout.context.prompt_loader
+        return loader
+
     def __getattr__(self, name: str) -> Any:
         """Return the policy's role of this name, or whatever else the flow has."""
         return getattr(self.flow, policy_role(name, self.policy))
@@ -55,8 +67,8 @@ def flow_of(flow: Flow, policy: str) -> Flow:
 class PoliciesController(PolicyController):
     """Steps each policy by its own algorithm on the same prompts, one after the other.
 
-    Metrics of other policies than the first have its name as prefix: `b/actor/pg_loss`. Rollouts of the first are
-    recorded. A subclass sets `algorithms`.
+    Metrics of other policies than the first have its name as prefix: `b/actor/pg_loss`. Their rollouts are recorded in
+    `policies/b` of the run folder. A subclass sets `algorithms`.
     """
 
     algorithms: ClassVar[Mapping[str, type[PolicyUpdateController]]]
@@ -103,41 +115,72 @@ class PoliciesController(PolicyController):
             is_off_policy=all(part.is_off_policy for part in parts.values()),
             has_dynamic_sampling=any(part.has_dynamic_sampling for part in parts.values()),
             needs_greedy=any(part.needs_greedy for part in parts.values()),
+            policies=parts,
         )
 
     def num_updates(self, role: str) -> int:
         base, policy = split_role(role)
         return self.controllers[policy].num_updates(base)
 
+    def load_items(self, flow: Flow) -> Sequence[Prompt]:
+        return flow.data.load_prompts(self.config.data.train, others=self._other_prompts(flow))
+
+    def load_eval_items(self, flow: Flow) -> Sequence[Prompt]:
+        if self.config.rollout.replay:
+            return ()
+        return flow.data.load_prompts(self.config.data.eval, others=self._other_prompts(flow))
+
+    def _other_prompts(self, flow: Flow) -> list[tuple[Callable[[Prompt], Sequence[int]], int]]:
+        """Return, of each policy whose prompts may be longer than the first's, how it renders a prompt, and the most
+        tokens that leave room for a response."""
+        others = []
+        for algorithm in self.controllers.values():
+            own, chat = algorithm.config, flow.data.chat
+            longest = smallest_context(own) - 1
+            if own.model.path != self.config.model.path:
+                chat = ChatTemplate.load(own.model.path, chat.catalog.tools, chat.catalog.environments)
+            elif longest >= smallest_context(self.config) - 1:
+                continue
+            others.append((chat.encode_prompt, longest))
+        return others
+
     def step(self, flow: Flow, items: Sequence[Prompt]) -> StepResult:
-        results = {
-            policy: algorithm.step(flow_of(flow, policy), self.render(flow, policy, items))
-            for policy, algorithm in self.controllers.items()
-        }
+        results: dict[str, StepResult] = {}
+        for policy, algorithm in self.controllers.items():
+            view = flow_of(flow, policy)
+            prompts = view.loader.next_items(len(items)) if policy else items
+            results[policy] = algorithm.step(view, prompts)
         metrics: dict[str, float] = {}
         for policy, result in results.items():
             sampled = rollout_metrics(result.rollouts) if policy and result.rollouts is not None else {}
             metrics |= prefix_metrics({**result.metrics, **sampled}, policy)
-        return replace(results[""], metrics=metrics)
-
-    def render(self, flow: Flow, policy: str, items: Sequence[Prompt]) -> Sequence[Prompt]:
-        """Return the prompts with the tokens of a policy's model, without those that leave it no room for a response.
-
-        Raises ConfigError if none does.
-        """
-        own, first = self.controllers[policy].config, self.config
-        if own.model.path == first.model.path and own.rollout.max_context == first.rollout.max_context:
-            return items
-        chat = flow_of(flow, policy).rollout.context.chat
-        return render_prompts(items, chat.encode_prompt, own.rollout.max_context - 1)[0]
+        others = {policy: result for policy, result in results.items() if policy}
+        return replace(results[""], metrics=metrics, policies=others)
 
     def evaluate(self, flow: Flow, items: Sequence[Prompt]) -> dict[str, float]:
         metrics: dict[str, float] = {}
         for policy, algorithm in self.controllers.items():
-            result = algorithm.evaluate(flow_of(flow, policy), self.render(flow, policy, items))
-            prefix = f"eval/{policy}/" if policy else "eval/"
-            metrics |= {name.replace("eval/", prefix, 1): value for name, value in result.items()}
+            view = flow_of(flow, policy)
+            metrics |= _prefix_eval(algorithm.evaluate(view, self._render(view, policy, items)), policy)
         return metrics
+
+    def begin_evaluation(self, flow: Flow, items: Sequence[Prompt]) -> Evaluation | None:
+        """Start the evaluation of all policies if the engines of all have ranks of their own."""
+        views = {policy: flow_of(flow, policy) for policy in self.controllers}
+        if not all(view.rollout.generates_beside_training for view in views.values()):
+            return None
+        parts = {}
+        for policy, view in views.items():
+            evaluation = self.controllers[policy].begin_evaluation(view, self._render(view, policy, items))
+            assert evaluation is not None
+            parts[policy] = evaluation
+        return PoliciesEvaluation(parts)
+
+    def _render(self, view: Flow, policy: str, items: Sequence[Prompt]) -> Sequence[Prompt]:
+        """Return the prompts with the tokens of a policy's model."""
+        if self.controllers[policy].config.model.path == self.config.model.path:
+            return items
+        return list(map(view.rollout.context.chat.render_prompt, items))
 
     def state_dict(self) -> dict[str, Any]:
         return {policy: algorithm.state_dict() for policy, algorithm in self.controllers.items()}
@@ -153,6 +196,25 @@ class PoliciesController(PolicyController):
     def restore(self, folder: Path, comm: Comm) -> None:
         for algorithm in self.controllers.values():
             algorithm.restore(folder, comm)
+
+
+class PoliciesEvaluation:
+    """Evaluations of several policies during training, a `controller.Evaluation`. parts: by policy."""
+
+    def __init__(self, parts: Mapping[str, Evaluation]) -> None:
+        self._parts = parts
+
+    def is_done(self) -> bool:
+        return all(part.is_done() for part in self._parts.values())
+
+    def result(self) -> dict[str, float]:
+        results = {policy: part.result() for policy, part in self._parts.items()}
+        return {name: value for policy, part in results.items() for name, value in _prefix_eval(part, policy).items()}
+
+
+def _prefix_eval(metrics: Mapping[str, float], policy: str) -> dict[str, float]:
+    """Return the metrics of an evaluation under `eval/b/`, for the policy b; those of the first as they are."""
+    return {name.replace("eval/", f"eval/{policy}/" if policy else "eval/", 1): x for name, x in metrics.items()}
 
 
 class PPOAndReMaxController(PoliciesController):

@@ -7,13 +7,14 @@ stream to a data set, so that each has its share of every step to within two pro
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import json
 import math
 import operator
 import random
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -291,6 +292,19 @@ class PromptLoader(Generic[Item]):
         self._samples = 0  # prompts dealt out since the beginning
         self._last: Sequence[Item] = []  # the batch dealt out last
         self._orders: dict[tuple[int, int], list[int]] = {}  # by set and epoch: order of the set's prompts
+        self._forks: dict[str, PromptLoader[Item]] = {}
+        self._render: Callable[[Item], Item] | None = None
+
+    def fork(self, name: str, render: Callable[[Item], Item] | None = None) -> PromptLoader[Item]:
+        """Return a loader of the same items in the same order, with a position of its own, which is part of the state
+        of this one.
+
+        name: of the fork in that state. render: applied to each item that the fork deals out.
+        """
+        other = copy.copy(self)
+        other._last, other._orders, other._forks, other._render = [], {}, {}, render
+        self._forks[name] = other
+        return other
 
     @staticmethod
     def from_config(items: Sequence[Item], config: Config) -> PromptLoader[Item]:
@@ -322,7 +336,8 @@ class PromptLoader(Generic[Item]):
         for position in range(start, start + count):
             chosen, epoch, number = self._stream.locate(position)
             indices.append(self._stream.offsets[chosen] + self._epoch_order(chosen, epoch)[number])
-        return self._prompts.select(indices)
+        items = self._prompts.select(indices)
+        return items if self._render is None else [self._render(item) for item in items]
 
     def is_last_batch(self, prompts: Sequence[Item]) -> bool:
         """Return whether these prompts end the last batch, so that `next_items` continues after them."""
@@ -336,13 +351,16 @@ class PromptLoader(Generic[Item]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's position as plain values. A loader that loads them continues with the same batch."""
-        return {"samples": self._samples, "fingerprint": self.fingerprint}
+        forks = {name: other._samples for name, other in self._forks.items()}
+        return {"samples": self._samples, "fingerprint": self.fingerprint} | ({"forks": forks} if forks else {})
 
     def load_state_dict(self, state: dict[str, Any], forced: bool = False) -> None:
         """Restore a saved position. Raises ConfigError if it was saved with other prompts, unless forced."""
         self.check(state, forced)
         self._samples = int(state["samples"])
         self._last = []
+        for name, other in self._forks.items():  # a checkpoint of an earlier version has none
+            other._samples, other._last = int(state.get("forks", {}).get(name, self._samples)), []
 
     def check(self, state: dict[str, Any], forced: bool = False) -> None:
         """Raise the error that `load_state_dict` would raise."""

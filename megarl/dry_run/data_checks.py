@@ -35,7 +35,7 @@ from megarl.data.datasets import (
 )
 from megarl.data.loader import check_has_keys, name_datasets, read_key
 from megarl.data.table import read_rows
-from megarl.dry_run.rollout_checks import check_enough_prompts
+from megarl.dry_run.rollout_checks import check_enough_prompts, rollout_settings
 from megarl.engine.engine_server import ParserProcess
 from megarl.engine.tool_calls import find_misread_tool, parser_name
 from megarl.environments.catalog import ENVIRONMENTS_KEY, TOOLS_KEY, EnvironmentCatalog, load_catalog
@@ -89,8 +89,9 @@ def check_rows(hf: HFConfig, config: Config, declared: Requirements, chat: ChatT
     """
     data, run = config.data, config.run
     min_fitting = 1
-    if declared.item == "prompts" and config.rollout.oversample > 1 and not config.rollout.replay:
-        min_fitting = max_pending_groups(data.prompts_per_step, config.rollout.oversample)
+    if declared.item == "prompts" and declared.has_engines(config):
+        oversample = max(rollout.oversample for rollout in rollout_settings(config, declared.roles).values())
+        min_fitting = max_pending_groups(data.prompts_per_step, oversample) if oversample > 1 else 1
     checker = _RowChecker(hf, config, declared, chat, warnings, min_fitting)
     named = zip(data.train, name_datasets(data.train), strict=True)
     train = [checker.check_file(path, name, data.curriculum_key) for path, name in named]

@@ -30,7 +30,7 @@ from megarl.parallel.placement import (
     role_settings,
     split_role,
 )
-from megarl.parallel.policy_configs import list_engine_roles, policy_config
+from megarl.parallel.policy_configs import policy_config
 from megarl.rewards.reward_settings import options_without
 from megarl.rewards.sequence_classifier import ClassifierOptions, get_context_length, resolve_label
 from megarl.types.requirements import Requirements
@@ -273,8 +273,8 @@ def read_served_models(
     configs |= _read_role_models(hf, config, declared, frozen_policies, dry_run, warnings)
     engine_configs = {
         role: _engine_model(hf, config, role, dry_run, warnings)
-        for role in list_engine_roles(config, declared.roles)
-        if role != "rollout"
+        for role in declared.roles
+        if is_engine_role(config, role) and role != "rollout"
     }
     return ServedModels(configs, classifier, engine_configs)
 

@@ -2,40 +2,65 @@
 
 from __future__ import annotations
 
-from megarl.config import Config, ConfigError
+from collections.abc import Iterable
+from dataclasses import replace
+
+from megarl.config import Config, ConfigError, RolloutConfig
 from megarl.config.keys import max_pending_groups
-from megarl.parallel.placement import engine_ranks, has_model, placement_of
+from megarl.parallel.placement import engine_ranks, has_model, placement_of, split_role
+from megarl.parallel.policy_configs import policy_config
 from megarl.types.requirements import Requirements
 
 
 def check_asynchronous(config: Config, declared: Requirements, warnings: list[str]) -> None:
     """Check that asynchronous generation has something to overlap with, and keys that suit it."""
-    rollout = config.rollout
-    if not rollout.asynchronous or not declared.has_engines(config):
+    if not declared.has_engines(config):
         return
-    key, placement = "rollout.asynchronous", placement_of(config)
-    if not declared.trained_roles:
-        raise ConfigError(f"{key} with algorithm={declared.name}: nothing trains concurrently; set the first to false")
-    engines = set(placement.ranks_of("rollout"))
-    for role in declared.roles:
-        shared = engines & set(placement.ranks_of(role)) if role != "rollout" and has_model(config, role) else ()
-        if shared and rollout.on_weight_sync == "in_place":
+    placement = placement_of(config)
+    for engine_role, rollout in rollout_settings(config, declared.roles).items():
+        key = f"{_rollout_key(engine_role)}asynchronous"
+        if not rollout.asynchronous:
+            continue
+        if not declared.trained_roles:
             raise ConfigError(
-                f"rollout.on_weight_sync=in_place with engines on the ranks of the {role} (rank {min(shared)}): they "
-                "release their KV cache while it computes, so there is none to keep; set the first to retract, or "
-                "placement.rollout to ranks without models"
+                f"{key} with algorithm={declared.name}: nothing trains concurrently; set the first to false"
             )
-    if rollout.max_staleness and not declared.is_off_policy:
-        warnings.append(
-            f"{key} with {rollout.max_staleness=}: tokens may come from an older policy, for which the loss of "
-            f"algorithm={config.algorithm} does not correct"
-        )
+        engines = set(placement.ranks_of(engine_role))
+        for role in declared.roles:
+            shared = engines & set(placement.ranks_of(role)) if role != engine_role and has_model(config, role) else ()
+            if shared and rollout.on_weight_sync == "in_place":
+                raise ConfigError(
+                    f"{_rollout_key(engine_role)}on_weight_sync=in_place with engines on the ranks of the {role} (rank "
+                    f"{min(shared)}): they release their KV cache while it computes, so there is none to keep; set the "
+                    f"first to retract, or placement.{engine_role} to ranks without models"
+                )
+        if rollout.max_staleness and not declared.is_off_policy:
+            warnings.append(
+                f"{key} with {rollout.max_staleness=}: tokens may come from an older policy, for which the loss of "
+                f"algorithm={config.algorithm} does not correct"
+            )
+
+
+def rollout_settings(config: Config, roles: Iterable[str]) -> dict[str, RolloutConfig]:
+    """Return the `rollout` settings of those of the roles that are a policy's engines."""
+    return {role: policy_config(config, role).rollout for role in roles if split_role(role)[0] == "rollout"}
+
+
+def _rollout_key(role: str) -> str:
+    return "rollout." if role == "rollout" else f"roles.{role}.rollout."
 
 
 def check_oversampling(config: Config, declared: Requirements, warnings: list[str]) -> None:
     """Check that `rollout.oversample` and `rollout.max_staleness` suit the algorithm."""
-    rollout = config.rollout
-    if not declared.has_engines(config) or rollout.oversample == 1:
+    if declared.has_engines(config):
+        settings = rollout_settings(config, declared.roles).values()
+        for oversample, max_staleness in sorted({(rollout.oversample, rollout.max_staleness) for rollout in settings}):
+            rollout = replace(config.rollout, oversample=oversample, max_staleness=max_staleness)
+            _check_oversampling(config, rollout, declared, warnings)
+
+
+def _check_oversampling(config: Config, rollout: RolloutConfig, declared: Requirements, warnings: list[str]) -> None:
+    if rollout.oversample == 1:
         return
     if rollout.max_staleness == 0:
         warnings.append(
@@ -52,13 +77,14 @@ def check_oversampling(config: Config, declared: Requirements, warnings: list[st
 
 def check_enough_prompts(count: int, config: Config) -> None:
     """Check that there are enough prompts for none to be under way twice in a step."""
-    data, rollout = config.data, config.rollout
-    most = max_pending_groups(data.prompts_per_step, rollout.oversample)
-    if rollout.oversample > 1 and count < most and not rollout.replay:
-        raise ConfigError(
-            f"{rollout.oversample=:g} with {data.prompts_per_step=} has {most} prompts in flight, but data.train has "
-            f"{count}; lower one of the first two"
-        )
+    data = config.data
+    for rollout in rollout_settings(config, ("rollout", *config.roles)).values():
+        most = max_pending_groups(data.prompts_per_step, rollout.oversample)
+        if rollout.oversample > 1 and count < most and not rollout.replay:
+            raise ConfigError(
+                f"{rollout.oversample=:g} with {data.prompts_per_step=} has {most} prompts in flight, but data.train "
+                f"has {count}; lower one of the first two"
+            )
 
 
 SLOW_TOKENS_PER_S = 20.0  # the tiny models on a CPU reach more

@@ -275,18 +275,24 @@ def validate(
         does_divide = does_divide and passes(engine_layout, config)
         does_divide = does_divide and (not declared.trained_roles or passes(plan_from_config, hf, config))
     elif declared.has_rollout:
-        vocab_hash = model_folders.vocabulary_hash(config.model.path)
-        passes(check_replay, config, hf, vocab_hash, until, declared.needs_greedy, stage)
+        for policy, part in (declared.policies or {"": declared}).items():
+            replayed = policy_config(config, f"actor_{policy}") if policy else config
+            model = served.engine_configs[f"rollout_{policy}"] if policy else hf
+            vocab_hash = model_folders.vocabulary_hash(replayed.model.path)
+            passes(check_replay, replayed, model, vocab_hash, until, part.needs_greedy, stage)
         if config.data.eval and config.run.eval_every:
             warnings.append(
                 "run.eval_every with rollout.replay: nothing is evaluated, because no engine answers the prompts of "
                 "data.eval; evaluate checkpoints with `python -m megarl.eval`"
             )
     for role, model in served.engine_configs.items():
-        does_divide = passes(checks.check_role_engine, model, config, role) and does_divide
+        has_engines = role in list_engine_roles(config, declared.roles)
+        if has_engines:
+            does_divide = passes(checks.check_role_engine, model, config, role) and does_divide
         if (policy := split_role(role)[1]) and does_divide:
             does_divide = passes(checks.check_role_layout, model, config, f"actor_{policy}")
-            does_divide = does_divide and passes(plan_from_config, model, policy_config(config, role))
+            if has_engines and does_divide:
+                does_divide = passes(plan_from_config, model, policy_config(config, role))
     if not does_divide:
         return rejected
     passes(checks.check_routing, hf, config, declared)
@@ -454,7 +460,7 @@ def _facts(
             weights = "synced with the policy" if engine_layout(config).draft else "as in the checkpoint"
             drafts = f"{rollout.num_speculative_tokens} tokens at a time; the draft layer is {weights}"
             facts["engines"].append(("drafts", drafts))
-    for role in served_models.engine_configs:
+    for role in (role for role in served_models.engine_configs if role in list_engine_roles(config, roles)):
         derived = policy_config(config, role)
         turns = "; takes turns with others" if takes_turns(config, roles, role) else ""
         facts[f"{role}"] = [

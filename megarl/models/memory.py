@@ -40,7 +40,7 @@ from megarl.models.lora_tables import adapter_params
 from megarl.models.pipeline_stages import stage_layers
 from megarl.models.registry import family_of, num_trained_mtp
 from megarl.parallel.placement import has_separate_reference, placement_of, role_config, split_role
-from megarl.parallel.policy_configs import policy_config, takes_turns
+from megarl.parallel.policy_configs import list_engine_roles, policy_config, takes_turns
 from megarl.types.requirements import Requirements
 
 REWARD_WEIGHTS = "reward model weights"
@@ -137,7 +137,8 @@ def plan_memory(
     critic_hf: None without a critic. inference_models: stages of inference-only models by role. main_role: the role to
     plan for instead; a role with engines for ranks with engines only, which have no stages. ranks: those of its ranks
     to plan for, all with the same models; by default all of them, where a role on some of them counts only there.
-    engine_models: models of roles with engines besides `rollout`; on a rank only one role's are awake at a time.
+    engine_models: models of roles with engines besides `rollout`, also where their policy's rollouts are replayed; on a
+    rank only one role's are awake at a time.
     """
     lead = main_role or requirements.main_role
     placement, inference = placement_of(config), inference_models or {}
@@ -165,7 +166,7 @@ def plan_memory(
             for name, amount in engine_parts(model, policy_config(config, role).rollout, size).items()
         }
         for role, model in engine_models.items()
-        if role in local_roles
+        if role in local_roles and role in list_engine_roles(config, requirements.roles)
     }
     lead_stages: Sequence[InferenceStage | TrainedStage] = inference.get(lead) or trained.get(lead) or ()
     layers = [stage.layers for stage in lead_stages] or [()]
@@ -213,18 +214,19 @@ def plan_memory(
         policy = split_role(lead)[1]
         actor = f"actor {policy}" if policy else "actor"
         weights = states.get(f"{actor} weights", 0)
-        if "reference" in requirements.roles:
-            is_refreshed, is_separate = config.kl.refresh_reference_every > 0, has_separate_reference(config)
-            if is_separate:
-                copied = states.get("reference weights", 0)
-            elif config.lora.rank:  # gradients are fp32, of the adapters only
-                copied = states.get("actor gradients", 0) // 4 * size if is_refreshed else 0
-            else:
-                copied = weights
-            if copied and not is_separate:
-                host["reference weights"] = copied
-            if copied and is_refreshed and config.run.save_every:  # staged, even without `run.save_async`
-                host[PENDING_CHECKPOINT] = host.get(PENDING_CHECKPOINT, 0) + copied
+        is_refreshed, is_separate = config.kl.refresh_reference_every > 0, has_separate_reference(config)
+        copies = {"reference": states.get("reference weights", 0)} if is_separate else {}
+        for role in (role for role in trained if role not in ("critic", "reward_model")):
+            reference, name = role.replace("actor", "reference"), role.replace("_", " ")
+            if reference not in requirements.roles or reference in copies:
+                continue
+            copies[reference] = states.get(f"{name} weights", 0)
+            if config.lora.rank:  # gradients are fp32, of the adapters only
+                copies[reference] = states.get(f"{name} gradients", 0) // 4 * size if is_refreshed else 0
+            if copies[reference]:
+                host[f"{reference.replace('_', ' ')} weights"] = copies[reference]
+        if is_refreshed and config.run.save_every and any(copies.values()):  # staged, even without `run.save_async`
+            host[PENDING_CHECKPOINT] = host.get(PENDING_CHECKPOINT, 0) + sum(copies.values())
         if requirements.has_rollout and requirements.trained_roles:
             engine_role = f"rollout_{policy}" if policy else "engine"
             own_engine = other_engines.get(engine_role, {}) if policy else engine

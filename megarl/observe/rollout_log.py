@@ -32,6 +32,7 @@ from megarl.observe.rollout_table import (
     to_batch,
     to_record,
 )
+from megarl.parallel.policy_configs import POLICIES_FOLDER
 from megarl.types import Rollout
 from megarl.utils.text import one_line
 
@@ -44,6 +45,11 @@ TOKEN_BYTES = 12
 def step_folder(run_dir: str | Path, step: int) -> Path:
     """Return the folder of a step's rollouts. Steps count from 1."""
     return Path(run_dir) / "rollouts" / f"step_{step:06d}"
+
+
+def policy_folder(run_dir: Path, policy: str) -> Path:
+    """Return the folder that a policy's rollouts are recorded in, as in a run folder; the first has the empty name."""
+    return run_dir / POLICIES_FOLDER / policy if policy else run_dir
 
 
 def part_file(run_dir: str | Path, step: int, rank: int) -> Path:

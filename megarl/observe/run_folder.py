@@ -23,6 +23,7 @@ from megarl.config import Config, ConfigError, load_config, to_dict
 from megarl.observe import user_code
 from megarl.observe.tracker import read_metrics
 from megarl.observe.webhook import ENV_PREFIX
+from megarl.parallel.policy_configs import POLICIES_FOLDER
 from megarl.utils.text import one_line, write_atomically
 
 
@@ -55,7 +56,7 @@ UNREPORTED_KEYS = ("run.resume", "run.dir", "track.")
 """Key prefixes whose changes are not logged."""
 
 CHECKPOINTS = "checkpoints"
-RESULT_NAMES = ("metrics.jsonl", "rollouts", CHECKPOINTS, "export")
+RESULT_NAMES = ("metrics.jsonl", "rollouts", POLICIES_FOLDER, CHECKPOINTS, "export")
 
 README = files("megarl.observe").joinpath("run_folder_readme.txt").read_text(encoding="utf-8")
 

@@ -19,7 +19,7 @@ from megarl.observe.clock import Timeline
 from megarl.observe.guards import Guards
 from megarl.observe.health_bands import load_bands
 from megarl.observe.progress import Progress
-from megarl.observe.rollout_log import RolloutLog, remove_after
+from megarl.observe.rollout_log import RolloutLog, policy_folder, remove_after
 from megarl.observe.rollout_table import TrainerLogprobs
 from megarl.observe.run_folder import Change, RunFolder, claim, redact_config
 from megarl.observe.step_record import GenerateCall, StepRecord, make_step_record
@@ -27,6 +27,7 @@ from megarl.observe.tracker import Tracker
 from megarl.observe.trackers.adapter import make_rows
 from megarl.observe.webhook import Webhook, resolve_webhook
 from megarl.parallel import ranks
+from megarl.parallel.policy_configs import POLICIES_FOLDER
 from megarl.rewards.composite import summarize_unscored
 from megarl.rollout.aborted import summarize_aborts
 from megarl.types import Rollout, Rollouts, TrainBatch
@@ -39,14 +40,16 @@ class RunLog:
     folder changes before `begin`. Failures to write are warned of once per kind.
 
     Args:
-        vocab_hash: hash of the tokenizer's vocabulary, stored with recorded rollouts.
+        vocab_hashes: hash of the tokenizer's vocabulary of each policy whose rollouts are recorded, by name.
         is_training: whether anything is trained.
 
     Raises:
         ConfigError: on all ranks, if the run folder cannot be claimed.
     """
 
-    def __init__(self, config: Config, job: ranks.Job, vocab_hash: str = "", is_training: bool = True) -> None:
+    def __init__(
+        self, config: Config, job: ranks.Job, vocab_hashes: Mapping[str, str] | None = None, is_training: bool = True
+    ) -> None:
         self.run_dir = Path(config.run.dir)
         self.is_writer, self._rank = job.rank == 0, job.rank
         self._warned: set[str] = set()
@@ -76,9 +79,14 @@ class RunLog:
             self._tracker = Tracker(self.run_dir, config.track.trackers, self._warn, redact_config(config))
             if url := resolve_webhook(config.track.webhook):
                 self._webhook = Webhook(url, config.run.dir)
-        self._rollouts: RolloutLog | None = None
+        self._rollouts: dict[str, RolloutLog] = {}
+        """Recorded rollouts by policy; empty if none are recorded."""
         if config.track.save_rollouts:
-            self._rollouts = RolloutLog(self.run_dir, job.rank, self._warn, config.track.save_replay_data, vocab_hash)
+            settings = job.rank, self._warn, config.track.save_replay_data
+            self._rollouts = {
+                policy: RolloutLog(policy_folder(self.run_dir, policy), *settings, vocab_hash)
+                for policy, vocab_hash in (vocab_hashes or {"": ""}).items()
+            }
         self.timeline = Timeline(self.run_dir, job.rank, self._warn)
         if self._folder is None or not self._folder.is_resumed:
             self._pending_lines = None
@@ -95,7 +103,8 @@ class RunLog:
             if self._folder is not None and self._folder.is_resumed:
                 changes.extend(self._folder.begin(step))
                 try:
-                    remove_after(self.run_dir, step)
+                    for policy in ("", *(path.name for path in (self.run_dir / POLICIES_FOLDER).glob("*"))):
+                        remove_after(policy_folder(self.run_dir, policy), step)
                 except OSError as error:
                     raise ConfigError(
                         f"cannot remove the rollouts of steps after {step} in {self.run_dir}/rollouts, which are "
@@ -201,30 +210,49 @@ class RunLog:
             ConfigError: on all ranks, if a guard ends the run.
         """
         metrics = {**metrics, **self.guards.check(step, metrics)}
-        if rollouts is not None and self._rollouts is not None:
-            trained = rollouts if trained is None else trained
-            record = make_step_record(calls, rollouts, generation_metrics)
-            self._record(step, record, *(() if batch is None else split_batch(batch, trained, record.rollouts)))
+        self.record_step(step, rollouts, batch, trained, calls, generation_metrics)
         if self._tracker is not None:
             self._log_step(self._tracker, step, metrics, rollouts)
         self.guards.raise_if_stopped()
         return metrics
 
-    def record_failed_step(self, step: int, calls: Sequence[GenerateCall]) -> None:
-        """Record what a step that failed has generated, so that it can be replayed. Not collective."""
-        if calls and step > self._last_recorded_step:
-            self._record(step, make_step_record(calls))
+    def record_step(
+        self,
+        step: int,
+        rollouts: Rollouts | None,
+        batch: TrainBatch | None = None,
+        trained: Rollouts | None = None,
+        calls: Sequence[GenerateCall] = (),
+        generation_metrics: Mapping[str, float] | None = None,
+        policy: str = "",
+    ) -> None:
+        """Record a policy's rollouts of a step in the background, with arguments as for `end_step`, which does this for
+        the first policy. Collective."""
+        if rollouts is not None and policy in self._rollouts:
+            trained = rollouts if trained is None else trained
+            record = make_step_record(calls, rollouts, generation_metrics)
+            values = () if batch is None else split_batch(batch, trained, record.rollouts)
+            self._record(policy, step, record, *values)
 
-    def _record(self, step: int, record: StepRecord, advantages: Any = None, trainer_logprobs: Any = None) -> None:
-        if self._rollouts is not None:
+    def record_failed_step(self, step: int, calls: Mapping[str, Sequence[GenerateCall]]) -> None:
+        """Record what a step that failed has generated, by policy, so that it can be replayed. Not collective."""
+        if step > self._last_recorded_step:
+            for policy, generated in calls.items():
+                if generated:
+                    self._record(policy, step, make_step_record(generated))
+
+    def _record(
+        self, policy: str, step: int, record: StepRecord, advantages: Any = None, trainer_logprobs: Any = None
+    ) -> None:
+        if policy in self._rollouts:
             values = advantages, trainer_logprobs, record.calls, record.generation
-            self._rollouts.write(step, record.total, record.numbers, record.rollouts, *values)
+            self._rollouts[policy].write(step, record.total, record.numbers, record.rollouts, *values)
             self._last_recorded_step = step
 
     def _log_step(self, tracker: Tracker, step: int, metrics: Mapping[str, float], rollouts: Rollouts | None) -> None:
         tracker.log(step, metrics)
         if rollouts is not None:
-            if self._rollouts is not None:
+            if self._rollouts:
                 tracker.table(step, make_rows(step, rollouts.local))
             if reasons := summarize_aborts(rollouts):
                 self.log(f"step {step}: aborted rollouts, excluded from training: {reasons}")
@@ -235,7 +263,8 @@ class RunLog:
 
     def make_drain(self) -> Callable[[], object]:
         """Return a function that waits, on any thread, until the rollouts recorded so far are on disk."""
-        return (lambda: None) if self._rollouts is None else self._rollouts.make_drain()
+        drains = [rollouts.make_drain() for rollouts in self._rollouts.values()]
+        return lambda: [drain() for drain in drains]
 
     def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log evaluation metrics of the state after `step` steps."""
@@ -265,8 +294,8 @@ class RunLog:
 
     def close(self) -> None:
         self.progress.close()
-        if self._rollouts is not None:
-            self._rollouts.close()
+        for rollouts in self._rollouts.values():
+            rollouts.close()
         if self._tracker is not None:
             self._tracker.close()
         if self._webhook is not None:  # last, since the others may still raise alarms

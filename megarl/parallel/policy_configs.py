@@ -9,8 +9,10 @@ another trained policy, here called b, and frozen models on engines of their own
 from __future__ import annotations
 
 import dataclasses
+import re
 import zlib
 from collections.abc import Iterable
+from pathlib import Path
 
 from megarl.config import Config, ConfigError, OptimizerConfig, RolloutConfig, strict
 from megarl.parallel.placement import (
@@ -29,8 +31,8 @@ JUDGE_KEYS = (
     *("request_timeout", "hang_timeout", "start_timeout"),
 )
 """Keys of `rollout` that apply to engines that only answer the requests of another role."""
-SHARED_KEYS = {"replay": "", "asynchronous": False, "oversample": 1.0}
-"""Keys of `rollout` that a run with several policies leaves at these values."""
+POLICIES_FOLDER = "policies"
+"""Folder in a run's with a folder for each policy besides the first, which holds its recorded rollouts."""
 
 
 def policy_config(config: Config, role: str) -> Config:
@@ -46,12 +48,9 @@ def _trained_policy_config(config: Config, policy: str) -> Config:
     """Return the configuration of a policy besides the first. Settings that its roles lack are the first policy's."""
     actor, rollout = f"actor_{policy}", f"rollout_{policy}"
     settings, engine_settings = role_settings(config, actor), role_settings(config, rollout).rollout
-    for name, value in SHARED_KEYS.items():
-        if name in engine_settings or getattr(config.rollout, name) != value:
-            key = f"roles.{rollout}.rollout.{name}" if name in engine_settings else f"rollout.{name}"
-            raise ConfigError(f"{key}: not implemented for runs with several policies; remove it")
-    if config.kl.refresh_reference_every:
-        raise ConfigError("kl.refresh_reference_every: not implemented for runs with several policies; set it to 0")
+    if "replay" in engine_settings:
+        raise ConfigError(f"roles.{rollout}.rollout.replay: all policies replay the same run; set rollout.replay")
+    defaults = dataclasses.replace(config.rollout, replay=replayed_policy(config.rollout.replay, policy))
     placement = placement_of(config)
     ranks = {name: placement.format_ranks(name) for name in (actor, rollout)}
     return dataclasses.replace(
@@ -59,14 +58,19 @@ def _trained_policy_config(config: Config, policy: str) -> Config:
         run=dataclasses.replace(config.run, seed=(config.run.seed + zlib.crc32(policy.encode())) % 2**31),
         model=dataclasses.replace(config.model, path=settings.model or config.model.path),
         parallel=dataclasses.replace(role_parallel(config, actor), world_size=config.parallel.world_size),
-        rollout=strict.build_dataclass(
-            RolloutConfig, engine_settings, f"roles.{rollout}.rollout.", Config, config.rollout
-        ),
+        rollout=strict.build_dataclass(RolloutConfig, engine_settings, f"roles.{rollout}.rollout.", Config, defaults),
         actor_optimizer=strict.build_dataclass(
             OptimizerConfig, settings.optimizer, f"roles.{actor}.optimizer.", Config, config.actor_optimizer
         ),
         placement={**config.placement, **ranks, "actor": ranks[actor], "rollout": ranks[rollout]},
     )
+
+
+def replayed_policy(replay: str, policy: str) -> str:
+    """Return the `rollout.replay` of a policy besides the first: RUN/policies/b@7 for RUN@7."""
+    match = None if Path(replay).is_dir() else re.fullmatch(r"(.+)(@\d+)", replay)
+    folder, step = (match[1], match[2]) if match else (replay, "")
+    return f"{folder}/{POLICIES_FOLDER}/{policy}{step}" if replay else ""
 
 
 def _frozen_engine_config(config: Config, role: str) -> Config:
@@ -92,9 +96,19 @@ def _frozen_engine_config(config: Config, role: str) -> Config:
 
 
 def list_engine_roles(config: Config, roles: Iterable[str]) -> tuple[str, ...]:
-    """Return the roles with engines, in order. A replay has none for `rollout`."""
+    """Return the roles with engines, in order. A replay has none for the policies."""
+    replays = bool(config.rollout.replay)
     return tuple(
-        role for role in roles if is_engine_role(config, role) and not (role == "rollout" and config.rollout.replay)
+        role for role in roles if is_engine_role(config, role) and not (replays and split_role(role)[0] == "rollout")
+    )
+
+
+def find_shared_ranks(config: Config, roles: Iterable[str], role: str) -> frozenset[int]:
+    """Return the ranks of a role's engines that also have a model, or engines of another role."""
+    placement = placement_of(config)
+    others = [other for other in roles if other != role and has_model(config, other)]
+    return frozenset(placement.ranks_of(role)).intersection(
+        rank for other in others for rank in placement.ranks_of(other)
     )
 
 

@@ -33,6 +33,8 @@ class Requirements:
     workers: Mapping[str, str] = field(default_factory=dict)
     own_tokenizer_roles: tuple[str, ...] = ()
     """Roles whose models read texts in their own tokens, so that their tokenizers may differ from the policy's."""
+    policies: Mapping[str, Requirements] = field(default_factory=dict)
+    """Requirements of each policy of several, by name; the first has the empty name."""
 
     @property
     def has_rollout(self) -> bool:

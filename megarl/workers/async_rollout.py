@@ -86,9 +86,8 @@ def newest_version(rollouts: Rollouts) -> int:
     return max(rollouts.comm.all_gather_objects(local_newest))
 
 
-STREAM_NAME = "megarl/generation/stream"
 FOLDER = "partial_groups"
-"""Checkpoint folder with one file per engine; until version 0.2 it was `carried`."""
+"""Checkpoint folder with one file per engine of the first policy; until version 0.2 it was `carried`."""
 
 
 class RolloutStream:
@@ -98,8 +97,9 @@ class RolloutStream:
     the next in order. Further prompts start in the order of the loader. So the groups in flight are always those of the
     prompts that follow the loader's position, except for those that steps took before their turn.
 
-    runner: that of this rank's engine, if it leads one, with the engine's index. kv_store: shared by all lead ranks.
-    step_seed: returns the seed of a step.
+    loader: deals out the prompts of this policy, in its tokens. runner: that of this rank's engine, if it leads one,
+    with the engine's index. kv_store: shared by all lead ranks. step_seed: returns the seed of a step. policy: name of
+    a policy besides the first, whose stream and files have names of their own.
     """
 
     def __init__(
@@ -113,7 +113,11 @@ class RolloutStream:
         kv_store: SharedStore,
         step_seed: Callable[[int], int],
         on_busy_interval: OnBusyInterval,
+        policy: str = "",
     ) -> None:
+        self.name = "megarl/generation/" + (f"rollout_{policy}/stream" if policy else "stream")
+        """Name in the store that the ranks share."""
+        self._folder = f"{FOLDER}_{policy}" if policy else FOLDER
         self._config, self._loader, self._comm = config, loader, comm
         self._runner, self._engine_index = runner, engine_index
         self._num_engines, self._kv_store = num_engines, kv_store
@@ -204,7 +208,7 @@ class RolloutStream:
             first, rollout = sum(counts[: self._comm.rank]), self._config.rollout
             max_groups = self._max_pending(count, rollout.max_staleness if rollout.asynchronous else 0)
             self._runner.start_stream(
-                GroupQueue(UNLIMITED, self._num_engines, self._kv_store, STREAM_NAME, first=sum(counts)),
+                GroupQueue(UNLIMITED, self._num_engines, self._kv_store, self.name, first=sum(counts)),
                 samples=samples,
                 max_groups=-(-max_groups // self._num_engines),
                 version=version,
@@ -266,7 +270,7 @@ class RolloutStream:
             self._hold_claims(False)
         if self._engine_index is None:
             return write_nothing
-        name = f"{FOLDER}/engine_{self._engine_index:05d}.bin"
+        name = f"{self._folder}/engine_{self._engine_index:05d}.bin"
         return lambda folder: {folder / name: write_groups(folder / name, groups)}
 
     def _hold_claims(self, is_held: bool) -> None:
@@ -283,7 +287,8 @@ class RolloutStream:
         error = ""
         try:
             names = sorted(manifest.read(folder)[1])
-            files = [folder / name for name in names if name.startswith((f"{FOLDER}/", "carried/"))]
+            prefixes = (f"{self._folder}/", *(("carried/",) if self._folder == FOLDER else ()))
+            files = [folder / name for name in names if name.startswith(prefixes)]
             self._restored = []
             if files and self._engine_index is not None:
                 self._restored = assign_groups(files, self._engine_index, self._num_engines)

@@ -78,8 +78,10 @@ class Context:
     """The engines of each role, as far as they have been built; one object for all workers."""
     takes_turns: bool = False
     """Whether the role's engines share ranks with a role that must have the device while they do not generate."""
+    shared_ranks: frozenset[int] = frozenset()
+    """Ranks of the role's engines that also have a model, or engines of another role."""
     prompt_loader: PromptLoader[Any] | None = None
-    """Loader of the training prompts."""
+    """Loader of the training prompts, in the tokens of the role's policy."""
     log: Callable[[str], None] = lambda line: None
     """Logs a line. Only one rank writes it."""
     alarm: Callable[[str], None] = lambda line: None

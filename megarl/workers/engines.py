@@ -15,7 +15,7 @@ from megarl.engine.engine_protocol import EngineError
 from megarl.engine.sglang_engine import Engine, EngineRestart
 from megarl.observe.clock import REMOTE
 from megarl.parallel import device, ranks
-from megarl.parallel.placement import engine_ranks, has_model, placement_of, role_parallel
+from megarl.parallel.placement import engine_ranks, placement_of, role_parallel
 from megarl.utils.addresses import free_port
 from megarl.workers.actor import ActorWorker
 from megarl.workers.context import Context, Worker
@@ -50,12 +50,10 @@ class Engines:
         self.engine_index = local_engines[0] if local_engines else None
         """The engine that this rank belongs to, or None."""
         self._position = self.engine_ranks[local_engines[0]].index(self.job.rank) if local_engines else -1
-        model_roles = [role for role in context.num_updates if role != "rollout" and has_model(self.config, role)]
-        model_ranks = {rank for role in model_roles for rank in placement_of(self.config).ranks_of(role)}
-        self.shared = [index for index, members in enumerate(self.engine_ranks) if model_ranks & set(members)]
-        """The engines whose ranks also have a model."""
+        self.shared = [index for index, members in enumerate(self.engine_ranks) if context.shared_ranks & set(members)]
+        """The engines whose ranks also have a model, or engines of another role."""
         self.sleeps = not self.config.rollout.asynchronous or self.engine_index in self.shared
-        """Whether this rank's engine sleeps while models use its device."""
+        """Whether this rank's engine sleeps while models or other engines use its device."""
         self.engine: Engine | None = None
         """The engine whose processes this rank manages, if any."""
         self.weight_sync: WeightSync | None = None

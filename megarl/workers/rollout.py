@@ -27,7 +27,7 @@ from megarl.rollout.rollout_runner import RolloutRunner
 from megarl.rollout.scheduler import GenerationResult
 from megarl.types import Comm, Prompt, Rollout, Rollouts
 from megarl.workers.actor import ActorWorker
-from megarl.workers.async_rollout import STREAM_NAME, PendingGeneration, RolloutStream
+from megarl.workers.async_rollout import PendingGeneration, RolloutStream
 from megarl.workers.context import Context, Worker
 from megarl.workers.engines import Engines, run_if_present
 from megarl.workers.tool_stats import AgentMetrics, ToolMonitor
@@ -44,7 +44,8 @@ class RolloutWorker(Worker):
         super().__init__(context)
         self.engines = Engines(context)
         self.engines.end_turn = self.sleep
-        self._store_name = "megarl/generation" + (f"/{context.role}" if split_role(context.role)[1] else "")
+        policy = split_role(context.role)[1]
+        self._store_name = "megarl/generation" + (f"/{context.role}" if policy else "")
         """Prefix of this role's names in the store that the ranks share."""
         self.version = 0
         self.should_check_logprobs = not self.config.rollout.replay
@@ -92,6 +93,7 @@ class RolloutWorker(Worker):
             KVStore(),
             self._step_seed,
             self._record_generation,
+            policy,
         )
 
     def begin_step(self, step: int) -> None:
@@ -309,10 +311,11 @@ class RolloutWorker(Worker):
         is_available = self.engines.recovery.is_available(self.engines.engine_index)
         run_if_present(self._runner if is_available else None, RolloutRunner.wake)
         result: GenerationResult | None = None
+        alarm = self._stream.name
         while True:
             collected, _ = self._run_engine(
-                lambda runner: runner.collect(count, first_group, lambda: self._check_alarm(STREAM_NAME)).result(),
-                STREAM_NAME,
+                lambda runner: runner.collect(count, first_group, lambda: self._check_alarm(alarm)).result(),
+                alarm,
                 include_lost=True,
             )
             if collected is not None:

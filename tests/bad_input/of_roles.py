@@ -145,7 +145,17 @@ CASES = [
     ),
     policy_case("a layout that does not fit", "actor_b: {parallel: {pp: 7}}", "is not a multiple of tp x pp = 1 x 7"),
     policy_case("a model of its engines", "rollout_b: {model: FOLDER/model}", "set roles.actor_b.model"),
-    policy_case("asynchronous generation", "", "rollout.asynchronous: not implemented", "rollout.asynchronous=true"),
+    policy_case(
+        "a replay of its own", "rollout_b: {rollout: {replay: FOLDER/run}}", "all policies replay the same run"
+    ),
+    policy_case(
+        "a replay without its rollouts", "", "FOLDER/run/policies/b: no such run folder", "rollout.replay=FOLDER/run"
+    ),
+    policy_case(
+        "a KV cache that cannot stay",
+        "rollout_b: {rollout: {asynchronous: true, on_weight_sync: in_place}}",
+        "roles.rollout_b.rollout.on_weight_sync=in_place with engines on the ranks of the",
+    ),
     reward("a classifier without a model", "{backend: transformers}", "needs reward.model"),
     reward("a policy as a classifier", "{backend: transformers}", "is not a sequence classifier", overrides=MODEL),
     reward("options as a list", "{options: [1]}", "roles.reward.options must be a mapping"),

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megarl.config import ConfigError, from_dict
+from megarl.controllers import policies
 from megarl.controllers.controller import StepResult, load_requirements
 from megarl.controllers.policies import PoliciesController, PPOAndReMaxController
 from megarl.controllers.ppo import PPOController
+from megarl.data.loader import PromptLoader
 from megarl.parallel.placement import engine_ranks, role_parallel
-from megarl.parallel.policy_configs import policy_config, takes_turns
+from megarl.parallel.policy_configs import find_shared_ranks, list_engine_roles, policy_config, takes_turns
 from megarl.types import Prompt
 
 pytestmark = pytest.mark.alone
@@ -57,7 +62,10 @@ def test_second_policy_has_its_own_settings_and_ranks() -> None:
         ({"roles": {"rollout_b": {"model": "/x"}}}, r"roles\.rollout_b\.model: .* set roles\.actor_b\.model"),
         ({"roles": {"actor": {"optimizer": {"lr": 1}}}}, r"roles\.actor\.optimizer .* set actor_optimizer"),
         ({"roles": {"actor_b": {"optimizer": {"lrr": 1}}}}, r"did you mean roles\.actor_b\.optimizer\.lr\?"),
-        ({"rollout": {"oversample": 2}}, r"rollout\.oversample: not implemented for runs with several policies"),
+        (
+            {"roles": {"rollout_b": {"rollout": {"replay": "run"}}}},
+            r"roles\.rollout_b\.rollout\.replay: all policies replay the same run; set rollout\.replay",
+        ),
     ],
 )
 def test_invalid_settings_of_a_policy(sections: dict[str, Any], message: str) -> None:
@@ -91,11 +99,19 @@ class TwoCritics(PoliciesController):
     algorithms = {"": Recorded, "b": Recorded}
 
 
+def with_loader(items: Sequence[Prompt] = (), chat: Any = None) -> Any:
+    """Return the engines of another policy, whose loader deals out these prompts."""
+    loader = PromptLoader(items or [Prompt("p", ())], 1, seed=1, shuffle=False)
+    return SimpleNamespace(context=SimpleNamespace(prompt_loader=loader, chat=chat))
+
+
 def test_each_algorithm_sees_its_own_roles() -> None:
-    flow: Any = SimpleNamespace(config=config(), actor=1, rollout=2, reward=3, actor_b=4, rollout_b=5)
+    engines = with_loader()
+    flow: Any = SimpleNamespace(config=config(), actor=1, rollout=2, reward=3, actor_b=4, rollout_b=engines)
     controller = Both(config())
-    metrics = controller.step(flow, ()).metrics
-    assert metrics == {"actor/x": 1, "rollout/y": 2, "guards/z": 3, "b/actor/x": 4, "b/rollout/y": 5}
+    result = controller.step(flow, ())
+    assert result.metrics == {"actor/x": 1, "rollout/y": 2, "guards/z": 3, "b/actor/x": 4, "b/rollout/y": engines}
+    assert result.policies.keys() == {"b"} and result.policies["b"].metrics["actor/x"] == 4
     controller.controllers["b"].steps = 3
     restored = Both(config())
     restored.load_state_dict(controller.state_dict())
@@ -104,15 +120,86 @@ def test_each_algorithm_sees_its_own_roles() -> None:
         TwoCritics.roles(config())
 
 
-def test_prompts_are_rendered_for_each_model() -> None:
-    """The other model writes two tokens per letter; what then leaves no room for a response is left out."""
+def test_each_policy_has_its_own_position_in_the_prompts() -> None:
+    """The first draws three further prompts in a step, which the other is dealt in its next step."""
+    names = "abcdefgh"
+    loader = PromptLoader([Prompt(name, ()) for name in names], 2, seed=1, shuffle=False)
+    rollout_b = SimpleNamespace(context=SimpleNamespace(prompt_loader=loader.fork("b")))
+    flow: Any = SimpleNamespace(config=config(), actor=1, rollout=2, reward=3, actor_b=4, rollout_b=rollout_b)
+    controller: Any = Both(config())
+    dealt = []
+    for _ in range(2):
+        controller.step(flow, loader.next_batch())
+        loader.next_items(3)
+        dealt.append(["".join(prompt.id for prompt in part.items) for part in controller.controllers.values()])
+    assert dealt == [["ab", "ab"], ["fg", "cd"]]
+
+
+def test_prompts_that_a_policy_cannot_answer_are_left_out_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other model writes two tokens per letter, and has room for six."""
     full = config(roles={"actor_b": {"model": "/other"}, "rollout_b": {"rollout": {"max_context": 7}}})
-    chat = SimpleNamespace(encode_prompt=lambda prompt: [1] * 2 * len(prompt.id))
-    engines = SimpleNamespace(context=SimpleNamespace(chat=chat))
-    flow: Any = SimpleNamespace(config=full, actor=1, rollout=2, reward=3, actor_b=4, rollout_b=engines)
-    prompts = [Prompt(id=name, messages=(), token_ids=(5,)) for name in ("a", "bcd", "efgh")]
+    other = SimpleNamespace(
+        encode_prompt=lambda prompt: [1] * 2 * len(prompt.id),
+        render_prompt=lambda prompt: replace(prompt, token_ids=(1,) * 2 * len(prompt.id)),
+    )
+    monkeypatch.setattr(policies.ChatTemplate, "load", lambda path, *catalog: {"/other": other}[path])
+    asked: list[Any] = []
+    catalog = SimpleNamespace(tools={}, environments={})
+    data = SimpleNamespace(
+        chat=SimpleNamespace(catalog=catalog), load_prompts=lambda files, others: asked.extend(others)
+    )
     controller: Any = Both(full)
-    controller.step(flow, prompts)
-    assert controller.controllers[""].items is prompts
-    rendered = controller.controllers["b"].items
-    assert [(prompt.id, len(prompt.token_ids)) for prompt in rendered] == [("a", 2), ("bcd", 6)]
+    controller.load_items(SimpleNamespace(data=data))
+    ((encode, longest),) = asked
+    assert encode is other.encode_prompt and longest == 6
+    view: Any = with_loader(chat=other)
+    rendered = controller._render(SimpleNamespace(rollout=view), "b", [Prompt("abc", (), token_ids=(5,))])
+    assert [len(prompt.token_ids) for prompt in rendered] == [6]
+    same: Any = Both(config())
+    asked.clear()
+    same.load_items(SimpleNamespace(data=data))
+    assert asked == []
+
+
+def test_replay_of_a_policy_reads_its_part_of_the_recording(tmp_path: Path) -> None:
+    plain, later = (config(rollout={"replay": replay}) for replay in (f"{tmp_path}", "runs/a@7"))
+    assert policy_config(plain, "rollout_b").rollout.replay == f"{tmp_path}/policies/b"
+    assert policy_config(later, "rollout_b").rollout.replay == "runs/a/policies/b@7"
+    assert policy_config(config(), "rollout_b").rollout.replay == ""
+    roles = load_requirements(plain).roles
+    assert list_engine_roles(plain, roles) == () and list_engine_roles(config(), roles) == ("rollout", "rollout_b")
+
+
+class FakeEvaluation:
+    def __init__(self, metrics: dict[str, float], is_done: bool) -> None:
+        self.metrics, self.done = metrics, is_done
+
+    def is_done(self) -> bool:
+        return self.done
+
+    def result(self) -> dict[str, float]:
+        return self.metrics
+
+
+def test_evaluation_during_training_covers_all_policies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It needs engines of all of them on ranks of their own."""
+    for cls, reward in ((Recorded, 0.25), (WithoutCritic, 0.5)):
+        evaluation = FakeEvaluation({"eval/reward_greedy": reward}, is_done=reward == 0.25)
+        monkeypatch.setattr(cls, "begin_evaluation", lambda self, flow, items, evaluation=evaluation: evaluation)
+    beside, asleep = (SimpleNamespace(generates_beside_training=value) for value in (True, False))
+    flow: Any = SimpleNamespace(config=config(), rollout=beside, rollout_b=beside)
+    running = Both(config()).begin_evaluation(flow, ())
+    assert running is not None and not running.is_done()
+    assert running.result() == {"eval/reward_greedy": 0.25, "eval/b/reward_greedy": 0.5}
+    flow.rollout_b = asleep
+    assert Both(config()).begin_evaluation(flow, ()) is None
+
+
+def test_engines_of_a_policy_share_ranks_with_models_of_the_others() -> None:
+    """`policy_config` has the policy's actor in place of the first's, so ranks are compared in the whole configuration:
+    engines of b share rank 2 with the first actor, and those of the first share none."""
+    full = config(placement={"actor": "0,2", "critic": "0", "rollout": "1", "actor_b": "0", "rollout_b": "2-3"})
+    roles = load_requirements(full).roles
+    assert find_shared_ranks(full, roles, "rollout") == set() and find_shared_ranks(full, roles, "rollout_b") == {2}
+    both = config(placement={"actor": "0", "rollout": "1", "actor_b": "0", "rollout_b": "1"})
+    assert find_shared_ranks(both, roles, "rollout") == find_shared_ranks(both, roles, "rollout_b") == {1}

@@ -55,15 +55,15 @@ def test_each_rank_writes_its_timeline_and_warns_once_of_a_failing_disk(tmp_path
 
 def test_failed_step_records_its_rollouts(tmp_path: Path) -> None:
     """A failed step can be replayed; a completed step keeps its own record."""
-    log = RunLog(config(tmp_path), job(0), "words")
+    log = RunLog(config(tmp_path), job(0), {"": "words", "b": "other words"})
     calls = [GenerateCall(Rollouts.gather([ROLLOUT]), is_greedy=False)]
     log.end_step(1, {}, calls[0].rollouts)
     for step in (0, 1):  # before the first step, or in an evaluation
-        log.record_failed_step(step, calls * 2)
-    log.record_failed_step(2, [])
-    log.record_failed_step(3, calls * 2)
+        log.record_failed_step(step, {"": calls * 2})
+    log.record_failed_step(2, {"": []})
+    log.record_failed_step(3, {"": calls * 2, "b": calls})
     log.close()
-    assert recorded_steps(tmp_path) == [1, 3]
+    assert recorded_steps(tmp_path) == [1, 3] and recorded_steps(tmp_path / "policies" / "b") == [3]
     assert read_rollouts(tmp_path, 1) == [ROLLOUT] and read_rollouts(tmp_path, 3) == [ROLLOUT] * 2
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from megarl.environments.catalog import EnvironmentCatalog
 from megarl.observe.clock import Clock
+from megarl.parallel.policy_configs import find_shared_ranks
 from megarl.parallel.ranks import Ranks
 from megarl.types import Prompt
 from megarl.workers.context import Context
@@ -44,7 +45,11 @@ class RecordingWorker(RolloutWorker):
 def make_worker(config: Any, hf: dict[str, Any], ranks: Ranks) -> RecordingWorker:
     chat: Any = SimpleNamespace(select_schemas=lambda prompt: [], catalog=EnvironmentCatalog())
     config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, tool_call_parser=""))
-    return RecordingWorker(Context(config, ranks.job, hf, chat, Clock(), Path("."), num_updates={"actor": 1}))
+    shared = find_shared_ranks(config, ("rollout", "actor"), "rollout")
+    updates = {"actor": 1}
+    return RecordingWorker(
+        Context(config, ranks.job, hf, chat, Clock(), Path("."), num_updates=updates, shared_ranks=shared)
+    )
 
 
 def generation_numbers(config: Any, hf: dict[str, Any], ranks: Ranks) -> list[tuple[int, int, bool]]:

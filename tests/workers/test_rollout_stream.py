@@ -198,6 +198,7 @@ class OversampledRun:
     oversample: float = 1.5
     max_staleness: int = 100
     pause: float = 0.002
+    policy: str = ""
     metrics: list[dict[str, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -205,7 +206,7 @@ class OversampledRun:
         config = make_config(oversample=self.oversample, max_staleness=self.max_staleness)
         self.runner: Any = ScriptedRunner(config, self.pause)
         arguments = self.rank, self.runner, self.rank.rank, self.world, self.store, lambda step: step, print
-        self.stream = RolloutStream(config, self.loader, *arguments)
+        self.stream = RolloutStream(config, self.loader, *arguments, self.policy)
 
     def run_steps(self, first: int, last: int) -> list[tuple[Rollout, ...]]:
         """Return the local rollouts of each step."""
@@ -230,10 +231,10 @@ class OversampledRun:
             self.rank.all_gather_objects(None)
         return result
 
-    def save(self, folder: Path) -> str:
+    def save(self, folder: Path, name: str = "partial_groups") -> str:
         entries = self.rank.all_gather_objects({path.name: entry for path, entry in self.stream.save()(folder).items()})
         if self.rank.rank == 0:
-            files = {f"partial_groups/{name}": entry._asdict() for part in entries for name, entry in part.items()}
+            files = {f"{name}/{file}": entry._asdict() for part in entries for file, entry in part.items()}
             host = {"host.json": {"bytes": 0, "sha256": ""}}
             (folder / manifest.FILE_NAME).write_text(json.dumps({"files": files | host}))
         self.rank.all_gather_objects(None)
@@ -290,6 +291,25 @@ def test_no_group_is_lost_or_repeated_across_resume(tmp_path: Path, before: int,
         ]
     assert all(0 <= row["rollout/partial_groups"] <= max_pending_groups(NEEDED, 1.5) - NEEDED for row in metrics)
     assert any(row["rollout/staleness_max"] > 0 for row in metrics)
+
+
+def test_streams_of_two_policies_do_not_meet(tmp_path: Path) -> None:
+    """Each has its own queue in the store of the ranks, position in the prompts, and folder in a checkpoint."""
+    store = LocalKVStore()
+    first = OversampledRun(LOCAL, 1, store)
+    second = OversampledRun(LOCAL, 1, store, policy="b")
+    second.loader = second.stream._loader = first.loader.fork("b")  # type: ignore[assignment]
+    trained = count_prompts([first.run_steps(1, 4)]), count_prompts([second.run_steps(1, 3)])
+    assert trained[0].total() == 3 * NEEDED * SAMPLES and trained[1].total() == 2 * NEEDED * SAMPLES
+    saved = second.save(tmp_path, "partial_groups_b")
+    state = json.loads(first.save(tmp_path / "first"))
+    assert (state["samples"], state["forks"]) == (3 * NEEDED, {"b": 2 * NEEDED}) and json.loads(saved)["samples"] == 8
+    again = OversampledRun(LOCAL, 1, LocalKVStore(), policy="b")
+    again.loader.load_state_dict(json.loads(saved))
+    again.stream.restore(tmp_path)
+    other = OversampledRun(LOCAL, 1, LocalKVStore())
+    other.stream.restore(tmp_path)
+    assert (again.stream._num_pending, other.stream._num_pending) == (2, 0)
 
 
 def test_staleness_metrics_by_hand() -> None:
