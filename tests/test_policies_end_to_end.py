@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from training_run import ONE_RANK, make_folder, read_metrics, read_steps, train
+from training_run import ONE_RANK, assert_replays, make_folder, read_metrics, read_steps, train
 
+from megarl.observe.rollout_log import read_rollouts
+
+TWO_RANKS = ("parallel.world_size=2", "parallel.ranks_per_node=2", "parallel.tp=1", "parallel.ep=1")
 STEPS = ("run.num_rollout=2", "run.save_every=1", "run.keep_checkpoints=2")
 BOTH = "algorithm=megarl.controllers.policies:PPOAndReMaxController"
 DIALOGUE = ("algorithm=megarl.controllers.dialogue:DialogueController", "kl.apply_to=none", "rollout.max_context=512")
@@ -71,16 +75,75 @@ def test_two_policies_resume_bitwise(folder: Path, host: str, tmp_path: Path) ->
     assert {name: step[name] for name in names} == {name: again[name] for name in names}
 
 
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A second model, whose prompts are rendered by its own template."""
+    return make_folder(tmp_path_factory.mktemp("other") / "q", "deepseek_v3") / "model"
+
+
+class AheadRun(NamedTuple):
+    """A run in which both policies generate ahead."""
+
+    run_dir: Path
+    overrides: tuple[str, ...]
+
+
+@pytest.fixture(scope="module")
+def ahead(folder: Path, other: Path, host: str, tmp_path_factory: pytest.TempPathFactory) -> AheadRun:
+    """Two models; the engine of the first has a rank of its own, that of the other shares one with both trainers. The
+    reference of each becomes its policy of the step before."""
+    settings = roles(actor_b={"model": f"{other}"}, rollout_b={"rollout": {"oversample": 1.5}})
+    placement = "placement={actor: 0, critic: 0, actor_b: 0, rollout: 1, rollout_b: 0}"
+    generation = ("rollout.asynchronous=true", "rollout.max_staleness=1", "kl.refresh_reference_every=1")
+    steps = ("run.num_rollout=3", "run.save_every=1", "run.keep_checkpoints=3")
+    overrides = (*steps, *TWO_RANKS, BOTH, settings, placement, *generation)
+    run_dir = tmp_path_factory.mktemp("ahead") / "run"
+    train(folder, run_dir, *overrides, host=host)
+    return AheadRun(run_dir, overrides)
+
+
 @pytest.mark.nightly
-def test_two_models_talk_and_learn_on_ranks_of_their_own(
-    folder: Path, host: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    other = make_folder(tmp_path_factory.mktemp("other") / "q", "deepseek_v3")
-    settings = roles(actor_b={"model": f"{other}/model"})
+def test_both_policies_generate_ahead(ahead: AheadRun) -> None:
+    """Each samples its own prompts' tokens from its own stream."""
+    rows = read_steps(ahead.run_dir)
+    for row in rows:
+        assert row["rollout/logprob_diff_p95"] <= 1e-4 and row["b/rollout/logprob_diff_p95"] <= 1e-4
+        assert row["rollout/staleness_max"] <= 1 and row["b/rollout/staleness_max"] <= 1
+        assert "rollout/partial_groups" not in row and "b/rollout/partial_groups" in row
+    assert max(row["rollout/staleness_max"] for row in rows) == 1
+    assert [row["actor/reference_version"] for row in rows] == [0, 1, 2]
+    assert [row["b/actor/reference_version"] for row in rows] == [0, 1, 2]
+    checkpoint = ahead.run_dir / "checkpoints" / "step_000002"
+    assert {"reference", "reference_b", "partial_groups_b"} <= {path.name for path in checkpoint.iterdir()}
+    for step in (1, 2, 3):
+        assert len(read_rollouts(ahead.run_dir, step)) == 16
+        assert len(read_rollouts(ahead.run_dir / "policies" / "b", step)) == 20  # with a greedy answer to each prompt
+
+
+@pytest.mark.nightly
+def test_replay_of_two_policies_and_its_resume_are_bitwise_equal(ahead: AheadRun, folder: Path) -> None:
+    assert_replays(lambda path, *more: train(folder, path, *ahead.overrides, *more), ahead.run_dir)
+    replayed = ahead.run_dir.with_name("run_replayed")
+    resumed = ahead.run_dir.with_name("run_resumed")
+    shutil.copytree(replayed, resumed)
+    for path in (resumed / "checkpoints" / "step_000003", *resumed.glob("export*")):
+        shutil.rmtree(path)
+    train(folder, resumed, *ahead.overrides, f"rollout.replay={ahead.run_dir}", "run.resume=auto")
+    for name in ("export", "export_b"):
+        assert is_equal(exported(resumed, name), exported(replayed, name))
+    assert read_steps(resumed)[-1]["b/actor/kl_to_reference"] == read_steps(replayed)[-1]["b/actor/kl_to_reference"]
+
+
+@pytest.mark.nightly
+def test_two_models_talk_and_learn_on_ranks_of_their_own(folder: Path, other: Path, host: str, tmp_path: Path) -> None:
+    """The solver's first answers are the first that are complete of conversations that run ahead."""
+    settings = roles(actor_b={"model": f"{other}"})
     placement = "placement={actor: 0, rollout: 0, actor_b: 1, rollout_b: 1}"
-    layout = ["parallel.world_size=2", "parallel.ranks_per_node=2", "parallel.tp=1", "parallel.ep=1"]
-    train(folder, tmp_path / "run", *STEPS, *DIALOGUE, *layout, placement, settings, host=host)
+    generation = ("rollout.asynchronous=true", "rollout.oversample=1.5", "rollout.max_staleness=1")
+    overrides = (*STEPS, *DIALOGUE, *TWO_RANKS, placement, settings, *generation)
+    train(folder, tmp_path / "run", *overrides, host=host)
     for row in read_steps(tmp_path / "run"):
         assert row["rollout/logprob_diff_p95"] <= 1e-4 and row["b/rollout/logprob_diff_p95"] <= 1e-4
         assert 0 < row["dialogue/complete_frac"] <= 1
     assert exported(tmp_path / "run", "export").keys() != exported(tmp_path / "run", "export_b").keys()
+    assert_replays(lambda path, *more: train(folder, path, *overrides, *more), tmp_path / "run")

@@ -99,7 +99,7 @@ REAL_TIME = ("time", "time/", "perf/", "eval/")
 
 
 def assert_replays(run: Callable[[Path, str], None], recorded: Path, *ignored: str) -> None:
-    """Check that a replay of a run has the metrics of all its steps and the weights of its export, bit for bit.
+    """Check that a replay of a run has the metrics of all its steps and the weights of its exports, bit for bit.
 
     run: trains with the configuration of the run, in another folder and with `rollout.replay`. ignored: other metrics.
     """
@@ -117,9 +117,12 @@ def assert_replays(run: Callable[[Path, str], None], recorded: Path, *ignored: s
     for step, row in expected.items():
         differing = {name for name in row.keys() | actual[step].keys() if row.get(name) != actual[step].get(name)}
         assert not differing, (step, {name: (row.get(name), actual[step].get(name)) for name in sorted(differing)})
-    weights, replayed_weights = (load_file(path / "export" / "model.safetensors") for path in (recorded, replayed))
-    assert weights.keys() == replayed_weights.keys()
-    assert [name for name in weights if not torch.equal(weights[name], replayed_weights[name])] == []
+    exports = sorted(path.name for path in recorded.glob("export*"))
+    assert exports == sorted(path.name for path in replayed.glob("export*"))
+    for export in exports:
+        weights, replayed_weights = (load_file(path / export / "model.safetensors") for path in (recorded, replayed))
+        assert weights.keys() == replayed_weights.keys()
+        assert [name for name in weights if not torch.equal(weights[name], replayed_weights[name])] == []
 
 
 def log_lines(run_dir: Path, text: str) -> list[str]:

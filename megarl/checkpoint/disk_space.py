@@ -64,8 +64,8 @@ def estimate_space(
     total += partial_rollout_bytes(hf, config) if requirements.has_rollout else 0
     for role in requirements.trained_roles:
         if split_role(role)[1]:
-            other, policy = policy_config(config, role), split_role(role)[1]
-            kinds = [kind for kind in ("rollout", "actor", "reference") if f"{kind}_{policy}" in requirements.roles]
+            other, name = policy_config(config, role), split_role(role)[1]
+            kinds = [kind for kind in ("rollout", "actor", "reference") if f"{kind}_{name}" in requirements.roles]
             parts = replace(requirements, trained_roles=("actor",), roles=tuple(kinds))
             space = estimate_space(load_hf_config(other.model.path), None, other, parts)
             total, exported = total + space.checkpoint, exported + space.export

@@ -133,7 +133,7 @@ class PoliciesController(PolicyController):
     def _other_prompts(self, flow: Flow) -> list[tuple[Callable[[Prompt], Sequence[int]], int]]:
         """Return, of each policy whose prompts may be longer than the first's, how it renders a prompt, and the most
         tokens that leave room for a response."""
-        others = []
+        others: list[tuple[Callable[[Prompt], Sequence[int]], int]] = []
         for algorithm in self.controllers.values():
             own, chat = algorithm.config, flow.data.chat
             longest = smallest_context(own) - 1
