@@ -179,9 +179,11 @@ class Checkpointer:
     def export(self) -> None:
         """Write the trained policies. If the disk is full, wait for room: the export is the point of the run."""
         main, trained_roles = self.requirements.main_role, self.requirements.trained_roles
-        for role in (role for role in trained_roles if role == main or split_role(role)[1]):
-            policy = "" if role == main else f"_{split_role(role)[1]}"
-            self._export(self.workers[role], self.log.run_dir / f"export{policy}")
+        for role in trained_roles:
+            base, policy = split_role(role)
+            if role == main or (policy and base == "actor"):
+                name = "export" if role == main else f"export_{policy}"
+                self._export(self.workers[role], self.log.run_dir / name)
 
     def _export(self, trained: Any, folder: Path) -> None:
         timeout = self.config.run.storage_timeout_s

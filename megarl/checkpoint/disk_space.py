@@ -21,7 +21,7 @@ from megarl.models.memory import critic_params
 from megarl.models.registry import family_of, load_hf_config, num_trained_mtp
 from megarl.models.routing import routing_shape
 from megarl.models.sparse_indices import index_shape
-from megarl.parallel.placement import split_role
+from megarl.parallel.placement import POLICY_ROLES, split_role
 from megarl.parallel.policy_configs import policy_config
 from megarl.types.requirements import Requirements
 
@@ -63,11 +63,14 @@ def estimate_space(
         total += _weights(adapter_params(policy, config.lora) if config.lora.rank else policy, dtype)
     total += partial_rollout_bytes(hf, config) if requirements.has_rollout else 0
     for role in requirements.trained_roles:
-        if split_role(role)[1]:
-            other, name = policy_config(config, role), split_role(role)[1]
-            kinds = [kind for kind in ("rollout", "actor", "reference") if f"{kind}_{name}" in requirements.roles]
+        base, name = split_role(role)
+        if name and base == "actor":
+            other = policy_config(config, role)
+            kinds = [kind for kind in POLICY_ROLES if f"{kind}_{name}" in requirements.roles]
+            critic_path = other.critic.path or other.model.path
+            other_critic = load_hf_config(critic_path) if "critic" in kinds else None
             parts = replace(requirements, trained_roles=("actor",), roles=tuple(kinds))
-            space = estimate_space(load_hf_config(other.model.path), None, other, parts)
+            space = estimate_space(load_hf_config(other.model.path), other_critic, other, parts)
             total, exported = total + space.checkpoint, exported + space.export
     return SpaceEstimate(_add_overhead(total), _add_overhead(exported))
 

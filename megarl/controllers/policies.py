@@ -3,10 +3,11 @@
     class TrunkAndHead(PoliciesController):
         algorithms = {"": PPOController, "b": ReMaxController}
 
-The first policy has the roles `actor`, `rollout` and `reference`; another one, here b, has `actor_b`, `rollout_b` and
-`reference_b`, with settings under `roles` (`parallel/policy_configs.py`). All start from `model.path` unless
-`roles.actor_b.model` names another model, and share the reward. `PolicyFlow` shows an algorithm its policy's roles
-under the names of the first's, so an algorithm does not know which policy it trains.
+The first policy has the roles `actor`, `rollout`, `reference` and `critic`, as far as its algorithm needs them; another
+one, here b, has `actor_b`, `rollout_b`, `reference_b` and `critic_b`, with settings under `roles`
+(`parallel/policy_configs.py`). All start from `model.path` unless `roles.actor_b.model` names another model, and share
+the reward. `PolicyFlow` shows an algorithm its policy's roles under the names of the first's, so an algorithm does not
+know which policy it trains.
 
 Each policy is dealt the same prompts in the same order, in its own tokens and from a position of its own: an algorithm
 that draws further prompts within a step (DAPO), and engines that generate ahead (`rollout.asynchronous`,
@@ -22,7 +23,7 @@ from typing import Any, ClassVar, cast
 
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.checkpoint.manifest import Write
-from megarl.config import Config, ConfigError
+from megarl.config import Config
 from megarl.config.stages import smallest_context
 from megarl.controllers.controller import Evaluation, Flow, StepResult
 from megarl.controllers.policy_gradient import PolicyController, PolicyUpdateController
@@ -72,7 +73,7 @@ class PoliciesController(PolicyController):
     """
 
     algorithms: ClassVar[Mapping[str, type[PolicyUpdateController]]]
-    """Algorithm of each policy by its name; the first policy has the empty name, and alone may have a critic."""
+    """Algorithm of each policy by its name; the first policy has the empty name."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -98,8 +99,6 @@ class PoliciesController(PolicyController):
     @classmethod
     def roles(cls, config: Config) -> tuple[str, ...]:
         requirements = cls._requirements(config)
-        if critic := [policy for policy, declared in requirements.items() if policy and "critic" in declared.roles]:
-            raise ConfigError(f"the policy {critic[0]} has a critic, which only the first policy may have")
         named = [policy_role(role, policy) for policy, declared in requirements.items() for role in declared.roles]
         # Engines start first: each needs its share of a device as it starts.
         return tuple(sorted(dict.fromkeys(named), key=lambda role: split_role(role)[0] != "rollout"))

@@ -119,9 +119,10 @@ def check_role_layout(hf: HFConfig, config: Config, role: str) -> None:
     """Apply `check_training_layout` to another role's model and layout. Adapters exist for trained roles only."""
     role_settings = role_config(config, role)
     try:
-        if role in ("critic", "reward_model"):
+        base = split_role(role)[0]
+        if base in ("critic", "reward_model"):
             qwen_vl.check_training(hf, family_of(hf), role_settings, role)
-        is_trained = role == "critic" or split_role(role)[0] == "actor"
+        is_trained = base in ("actor", "critic")
         check_training_layout(hf, role_settings if is_trained else replace(role_settings, lora=LoraConfig()))
     except ConfigError as error:
         raise prefix_role_error(config, role, error) from None
@@ -402,7 +403,8 @@ def check_algorithm(config: Config, declared: Requirements, warnings: list[str])
 def check_schedule(config: Config, declared: Requirements) -> None:
     """Check that something is trained, and that no minimum learning rate exceeds the initial one."""
     run, critic = config.run, config.critic
-    if "critic" in declared.roles and critic.warmup_steps >= run.num_rollout:
+    has_critic = any(split_role(role)[0] == "critic" for role in declared.roles)
+    if has_critic and critic.warmup_steps >= run.num_rollout:
         raise ConfigError(
             f"{critic.warmup_steps=} leaves none of {run.num_rollout=} steps in which the policy is updated; lower the "
             "first or raise the second"

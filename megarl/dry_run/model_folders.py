@@ -63,7 +63,7 @@ def policy_and_critic(
             f"reward model serves as reward.model, or starts a critic as critic.path"
         )
     if "critic" not in declared.roles:
-        if config.critic.path:
+        if config.critic.path and not any(split_role(role)[0] == "critic" for role in declared.roles):
             warnings.append(f"critic.path is set, but {declared.name} has no critic")
         return hf, None
     path, source = config.critic.path, f"critic.path={config.critic.path}"
@@ -219,6 +219,8 @@ class ServedModels:
     """The reward model that transformers computes: config.json, number of elements, dtype."""
     engine_configs: Mapping[str, HFConfig] = field(default_factory=dict)
     """config.json of the models on engines besides the first policy's, by role."""
+    critic_configs: Mapping[str, HFConfig] = field(default_factory=dict)
+    """config.json of the critics of other policies than the first, by role."""
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -276,7 +278,26 @@ def read_served_models(
         for role in declared.roles
         if is_engine_role(config, role) and role != "rollout"
     }
-    return ServedModels(configs, classifier, engine_configs)
+    critic_configs = {
+        role: _other_critic(engine_configs[f"rollout_{policy}"], config, role, dry_run, warnings)
+        for role in declared.roles
+        for base, policy in [split_role(role)]
+        if base == "critic" and policy
+    }
+    return ServedModels(configs, classifier, engine_configs, critic_configs)
+
+
+def _other_critic(hf: HFConfig, config: Config, role: str, dry_run: bool, warnings: list[str]) -> HFConfig:
+    """Return config.json of another policy's critic. hf: that policy's."""
+    derived = policy_config(config, role)
+    path, key = derived.critic.path, f"roles.{role}.model"
+    source = f"{key}={path}"
+    if not path or _plans_as_policy(path, source, dry_run, warnings):
+        return hf
+    critic = read_complete_folder(path, key, head=True)
+    reason = "the critic reads the policy's tokens, so it must have its tokenizer and vocabulary"
+    _check_vocab_size(hf, derived, critic, source, reason, trains=True)
+    return critic
 
 
 def _engine_model(hf: HFConfig, config: Config, role: str, dry_run: bool, warnings: list[str]) -> HFConfig:

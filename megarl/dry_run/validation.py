@@ -293,6 +293,8 @@ def validate(
             does_divide = passes(checks.check_role_layout, model, config, f"actor_{policy}")
             if has_engines and does_divide:
                 does_divide = passes(plan_from_config, model, policy_config(config, role))
+    for role, model in served.critic_configs.items():
+        does_divide = passes(checks.check_role_layout, model, config, role) and does_divide
     if not does_divide:
         return rejected
     passes(checks.check_routing, hf, config, declared)
@@ -300,8 +302,9 @@ def validate(
     if not dry_run:
         passes(checks.check_disk_space, hf, critic_hf, config, declared, warnings)
     stages = served.stages(config, declared)
+    other_models = {**served.engine_configs, **served.critic_configs}
     plans = {
-        group_label: plan_memory(hf, config, declared, critic_hf, stages, role, ranks, served.engine_configs)
+        group_label: plan_memory(hf, config, declared, critic_hf, stages, role, ranks, other_models)
         for group_label, (role, ranks) in _group_ranks(config, declared.roles, stages).items()
     }
     (label, memory), *other_plans = plans.items()
@@ -377,7 +380,7 @@ def _group_ranks(config: Config, roles: Sequence[str], served: Iterable[str]) ->
     """
     placement = placement_of(config)
     trained = [role for role in ("actor", "reward_model", "critic") if role in roles]
-    trained += [role for role in roles if split_role(role)[0] == "actor" and role != "actor"]
+    trained += _other_trained(roles)
     models = (*trained, *served, *list_engine_roles(config, roles))
     ranks_by_models: dict[tuple[str, ...], list[int]] = {}
     for rank in range(placement.world):
@@ -385,6 +388,11 @@ def _group_ranks(config: Config, roles: Sequence[str], served: Iterable[str]) ->
             ranks_by_models.setdefault(local_models, []).append(rank)
     groups = sorted(ranks_by_models.items(), key=lambda group: models.index(group[0][0]))
     return {_describe_ranks(placement, roles, ranks): (local_models[0], tuple(ranks)) for local_models, ranks in groups}
+
+
+def _other_trained(roles: Sequence[str]) -> list[str]:
+    """Return the actors and critics of other policies than the first."""
+    return [role for role in roles if split_role(role)[0] in ("actor", "critic") and split_role(role)[1]]
 
 
 def _describe_ranks(placement: Placement, roles: Sequence[str], ranks: Sequence[int]) -> str:
@@ -423,7 +431,7 @@ def _facts(
         layout += _describe_parallel(role_parallel(config, declared.main_role), "", bool(experts))
         layout.append(("layers by stage", " ".join(map(str, layers)) + parts))
     other_roles = {"critic": bool(experts)} if "critic" in roles else {}
-    other_roles |= {role: bool(experts) for role in roles if split_role(role)[0] == "actor" and role != "actor"}
+    other_roles |= dict.fromkeys(_other_trained(roles), bool(experts))
     other_roles |= {role: bool(family_of(m).num_experts(m)) for role, m in served_models.megatron_configs.items()}
     for role, has_experts in other_roles.items():
         has_layout = role != "critic" and role_settings(config, role).parallel

@@ -127,7 +127,7 @@ def plan_memory(
     inference_models: Mapping[str, Sequence[InferenceStage]] | None = None,
     main_role: str = "",
     ranks: Collection[int] = (),
-    engine_models: Mapping[str, HFConfig] | None = None,
+    other_models: Mapping[str, HFConfig] | None = None,
 ) -> list[StageMemory]:
     """Plan the memory of a rank of each pipeline stage of the actor, or of the reward model when that is trained.
 
@@ -137,24 +137,25 @@ def plan_memory(
     critic_hf: None without a critic. inference_models: stages of inference-only models by role. main_role: the role to
     plan for instead; a role with engines for ranks with engines only, which have no stages. ranks: those of its ranks
     to plan for, all with the same models; by default all of them, where a role on some of them counts only there.
-    engine_models: models of roles with engines besides `rollout`, also where their policy's rollouts are replayed; on a
-    rank only one role's are awake at a time.
+    other_models: models of roles with engines besides `rollout`, also where a policy's rollouts are replayed, and of
+    other policies' critics; on a rank only one role's engines are awake at a time.
     """
     lead = main_role or requirements.main_role
     placement, inference = placement_of(config), inference_models or {}
-    engine_models = engine_models or {}
-    other_actors = [role for role in requirements.trained_roles if split_role(role)[1] and role != lead]
+    other_models = other_models or {}
+    other_trained = [role for role in requirements.trained_roles if split_role(role)[1] and role != lead]
     ranks = set(ranks or placement.ranks_of(lead))
-    local_roles = {lead} | {role for role in engine_models if ranks & set(placement.ranks_of(role))}
-    if lead != "rollout" and lead not in engine_models:
-        roles = ("actor", "critic", "rollout", *other_actors, *inference)
+    local_roles = {lead} | {role for role in other_models if ranks & set(placement.ranks_of(role))}
+    is_lead_engine = lead == "rollout" or lead in list_engine_roles(config, requirements.roles)
+    if not is_lead_engine:
+        roles = ("actor", "critic", "rollout", *other_trained, *inference)
         local_roles |= {role for role in roles if ranks & set(placement.ranks_of(role))}
     rollout, size, tokens = config.rollout, DTYPE_BYTES[config.model.dtype], _tokens(config, requirements)
     hf_by_role = {"actor": hf, "reward_model": hf, "critic": critic_hf}
-    hf_by_role |= {role.replace("rollout_", "actor_"): model for role, model in engine_models.items()}
+    hf_by_role |= {role.replace("rollout_", "actor_"): model for role, model in other_models.items()}
     trained = {
         role: _trained_stages(model, role_config(config, role), role, tokens)
-        for role in (() if lead in inference or lead in engine_models else (lead, "critic", *other_actors))
+        for role in (() if lead in inference or is_lead_engine else (lead, "critic", *other_trained))
         if role in local_roles and (model := hf_by_role.get(role)) is not None
     }
     engine: dict[str, int] = {}
@@ -165,7 +166,7 @@ def plan_memory(
             name.replace("engine", role): amount
             for name, amount in engine_parts(model, policy_config(config, role).rollout, size).items()
         }
-        for role, model in engine_models.items()
+        for role, model in other_models.items()
         if role in local_roles and role in list_engine_roles(config, requirements.roles)
     }
     lead_stages: Sequence[InferenceStage | TrainedStage] = inference.get(lead) or trained.get(lead) or ()
@@ -216,7 +217,7 @@ def plan_memory(
         weights = states.get(f"{actor} weights", 0)
         is_refreshed, is_separate = config.kl.refresh_reference_every > 0, has_separate_reference(config)
         copies = {"reference": states.get("reference weights", 0)} if is_separate else {}
-        for role in (role for role in trained if role not in ("critic", "reward_model")):
+        for role in (role for role in trained if split_role(role)[0] == "actor"):
             reference, name = role.replace("actor", "reference"), role.replace("_", " ")
             if reference not in requirements.roles or reference in copies:
                 continue

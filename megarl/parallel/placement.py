@@ -38,8 +38,8 @@ ROLES_BY_OTHER_NAME = {name: role for role, names in _ROLE_NAMES.items() for nam
 """Names of roles in other projects, for suggestions in errors about unknown roles."""
 
 
-POLICY_ROLES = ("actor", "rollout", "reference")
-"""Roles that each policy has."""
+POLICY_ROLES = ("actor", "rollout", "reference", "critic")
+"""Roles that each policy has of its own, if its algorithm needs them."""
 _POLICY_ROLE = re.compile(rf"({'|'.join(POLICY_ROLES)})_(\w+)")
 
 
@@ -83,15 +83,17 @@ def role_settings(config: Config, role: str) -> RoleConfig:
     """Return a role's settings. Raises ConfigError for invalid keys and for keys that belong to another section."""
     settings: RoleConfig = strict.build_dataclass(RoleConfig, config.roles.get(role, {}), f"roles.{role}.", root=Config)
     base, policy = split_role(role)
-    own_keys = BUILTIN_ROLES.get(role, ()) if base == "actor" or not policy else ("", "")
+    own_keys = BUILTIN_ROLES.get(role, ()) if base in ("actor", "critic") or not policy else ("", "")
     for name, key in zip(("model", "parallel"), own_keys, strict=False):
         if getattr(settings, name) and key != f"roles.{role}.{name}":
             actor = f"actor_{policy}; set roles.actor_{policy}.{name}" if policy else "actor; remove it"
             location = f"is {key}; set that" if key else f"is that of the {actor}"
             raise ConfigError(f"roles.{role}.{name}: for the {role} this {location}")
-    if settings.optimizer and not (base == "actor" and policy):
+    if settings.optimizer and not (base in ("actor", "critic") and policy):
         key = "critic.optimizer" if role == "critic" else "actor_optimizer"
-        raise ConfigError(f"roles.{role}.optimizer is for the actor of another policy, such as actor_b; set {key}")
+        raise ConfigError(
+            f"roles.{role}.optimizer is for actor and critic of another policy, such as actor_b; set {key}"
+        )
     return settings
 
 
@@ -246,7 +248,7 @@ class Placement:
             return self.role_ranks[role]
         base, policy = split_role(role)
         if policy:
-            return self.ranks_of(f"actor_{policy}" if base == "reference" else base)
+            return self.ranks_of(f"actor_{policy}" if base in ("reference", "critic") else base)
         return tuple(range(self.world)) if role in _INDEPENDENT else self.ranks_of("actor")
 
     @property
@@ -342,13 +344,19 @@ def placement_of(config: Config) -> Placement:
 
 
 def role_parallel(config: Config, role: str) -> ParallelConfig:
-    """Return the layout of a role's model, with the number of its ranks as world_size. Raises ConfigError."""
+    """Return the layout of a role's model, with the number of its ranks as world_size. Raises ConfigError.
+
+    Sizes that a role lacks are the first actor's; those of another policy's critic are its actor's.
+    """
+    (base, policy), default = split_role(role), config.parallel
     overrides = config.critic.parallel if role == "critic" else role_settings(config, role).parallel
+    if base == "critic" and policy:
+        overrides, default = overrides or config.critic.parallel, role_parallel(config, f"actor_{policy}")
     key = layout_key(role)
     for name in ("world_size", "ranks_per_node"):
         if name in overrides:
             raise ConfigError(f"{key}{name}: placement.{role} sets the ranks of the {role}; remove it")
-    tree = {**to_dict(config.parallel), **overrides, "world_size": len(placement_of(config).ranks_of(role))}
+    tree = {**to_dict(default), **overrides, "world_size": len(placement_of(config).ranks_of(role))}
     parallel: ParallelConfig = strict.build_dataclass(ParallelConfig, tree, key, root=Config)
     return parallel
 

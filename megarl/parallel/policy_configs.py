@@ -1,9 +1,10 @@
 """The configuration of a role with a policy or engines besides the first. Pure.
 
 Actor, engines and the checks of a dry run read one policy from `model.path`, `parallel`, `actor_optimizer`, `rollout`
-and the placement of `actor` and `rollout`. `policy_config` puts what belongs to another role there, so that the same
-code builds, checks and plans all of them. There are two kinds: the roles `actor_b`, `rollout_b` and `reference_b` of
-another trained policy, here called b, and frozen models on engines of their own, such as the judge.
+and the placement of `actor` and `rollout`; a critic is read from `critic`. `policy_config` puts what belongs to another
+role there, so that the same code builds, checks and plans all of them. There are two kinds: the roles `actor_b`,
+`rollout_b`, `reference_b` and `critic_b` of another trained policy, here called b, and frozen models on engines of
+their own, such as the judge.
 """
 
 from __future__ import annotations
@@ -46,13 +47,15 @@ def policy_config(config: Config, role: str) -> Config:
 
 def _trained_policy_config(config: Config, policy: str) -> Config:
     """Return the configuration of a policy besides the first. Settings that its roles lack are the first policy's."""
-    actor, rollout = f"actor_{policy}", f"rollout_{policy}"
+    actor, rollout, critic = f"actor_{policy}", f"rollout_{policy}", f"critic_{policy}"
     settings, engine_settings = role_settings(config, actor), role_settings(config, rollout).rollout
+    critic_settings = role_settings(config, critic)
     if "replay" in engine_settings:
         raise ConfigError(f"roles.{rollout}.rollout.replay: all policies replay the same run; set rollout.replay")
     defaults = dataclasses.replace(config.rollout, replay=replayed_policy(config.rollout.replay, policy))
     placement = placement_of(config)
-    ranks = {name: placement.format_ranks(name) for name in (actor, rollout)}
+    ranks = {name: placement.format_ranks(name) for name in (actor, rollout, critic)}
+    own_ranks = {"actor": ranks[actor], "rollout": ranks[rollout], "critic": ranks[critic]}
     return dataclasses.replace(
         config,
         run=dataclasses.replace(config.run, seed=(config.run.seed + zlib.crc32(policy.encode())) % 2**31),
@@ -62,7 +65,20 @@ def _trained_policy_config(config: Config, policy: str) -> Config:
         actor_optimizer=strict.build_dataclass(
             OptimizerConfig, settings.optimizer, f"roles.{actor}.optimizer.", Config, config.actor_optimizer
         ),
-        placement={**config.placement, **ranks, "actor": ranks[actor], "rollout": ranks[rollout]},
+        critic=dataclasses.replace(
+            config.critic,
+            # By default a critic starts from its policy's model.
+            path=critic_settings.model or ("" if settings.model else config.critic.path),
+            parallel=critic_settings.parallel or config.critic.parallel,
+            optimizer=strict.build_dataclass(
+                OptimizerConfig,
+                critic_settings.optimizer,
+                f"roles.{critic}.optimizer.",
+                Config,
+                config.critic.optimizer,
+            ),
+        ),
+        placement={**config.placement, **ranks, **own_ranks},
     )
 
 

@@ -116,8 +116,27 @@ def test_each_algorithm_sees_its_own_roles() -> None:
     restored = Both(config())
     restored.load_state_dict(controller.state_dict())
     assert (restored.controllers[""].steps, restored.controllers["b"].steps) == (0, 3)
-    with pytest.raises(ConfigError, match="the policy b has a critic, which only the first policy may have"):
-        TwoCritics.roles(config())
+    assert load_requirements(config(algorithm=f"{__name__}:TwoCritics")).trained_roles == (
+        *("actor", "critic"),
+        *("actor_b", "critic_b"),
+    )
+
+
+def test_critic_of_another_policy_has_its_own_settings() -> None:
+    critic = {"path": "/value", "parallel": {"pp": 2}, "optimizer": {"lr": 0.25, "weight_decay": 0.5}}
+    full = config(
+        critic=critic,
+        roles={"actor_b": {"model": "/other", "parallel": {"tp": 2}}, "critic_b": {"optimizer": {"lr": 0.125}}},
+        placement={"actor": "0-1", "critic": "0-1", "actor_b": "2-3", "rollout": "0-1", "rollout_b": "2-3"},
+    )
+    other = policy_config(full, "critic_b")
+    assert (other.critic.path, other.critic.optimizer.lr, other.critic.optimizer.weight_decay) == ("", 0.125, 0.5)
+    layout = role_parallel(other, "critic")
+    assert layout == role_parallel(full, "critic_b") and (layout.tp, layout.pp, layout.world_size) == (2, 2, 2)
+    named = config(critic=critic, roles={"critic_b": {"model": "/b", "parallel": {"tp": 4}}})
+    other = policy_config(named, "actor_b")
+    assert (other.critic.path, role_parallel(named, "critic_b").tp, role_parallel(named, "critic_b").pp) == ("/b", 4, 1)
+    assert policy_config(config(critic=critic), "critic_b").critic.path == "/value"
 
 
 def test_each_policy_has_its_own_position_in_the_prompts() -> None:

@@ -38,7 +38,7 @@ def test_judge_is_awake_alone(offload: bool, placement: dict[str, str], turns: b
     tree = {"algorithm": "grpo", "parallel": {"world_size": 4}, "train": {"offload": offload}, "placement": placement}
     config = from_dict({**tree, "roles": {"judge": JUDGE, "reward": {"backend": "judge"}}})
     lead = "" if turns else "judge"
-    (stage,) = plan_memory(QWEN2, config, load_requirements(config), None, None, lead, engine_models={"judge": DEEP})
+    (stage,) = plan_memory(QWEN2, config, load_requirements(config), None, None, lead, other_models={"judge": DEEP})
     weights = engine_bytes(DEEP, 2, 2)
     assert stage.other_engines == {"judge": {"judge weights": weights, "judge KV cache": KV_BYTES}}
     states = 0 if offload else sum(stage.states.values())
@@ -54,7 +54,7 @@ def test_second_policy_adds_its_states_and_engine() -> None:
     name = "megarl.controllers.policies:PPOAndReMaxController"
     config = from_dict({"algorithm": name, "parallel": {"world_size": 2}, "kl": {"apply_to": "none"}})
     declared = load_requirements(config)
-    (stage,) = plan_memory(QWEN2, config, declared, QWEN2, None, "", engine_models={"rollout_b": DEEP})
+    (stage,) = plan_memory(QWEN2, config, declared, QWEN2, None, "", other_models={"rollout_b": DEEP})
     one = stage.states["actor weights"] - 2 * (2 * 1024 * 64 + 64)  # bf16, without embedding, output layer, final norm
     assert stage.states["actor b weights"] - 2 * (2 * 1024 * 64 + 64) == 2 * one  # twice as many layers
     assert stage.other_engines["rollout_b"]["rollout_b weights"] == engine_bytes(DEEP, 1, 2)
