@@ -7,7 +7,7 @@ from megarl.controllers.policies import PoliciesController
 from megarl.controllers.ppo import PPOController
 
 
-class PPOAndReinforceController(PoliciesController):
-    """PPO, and REINFORCE++ with `advantage.estimator=reinforce_pp`, which compares different prompts."""
+class ReinforceAndPPOController(PoliciesController):
+    """REINFORCE++ with `advantage.estimator=reinforce_pp`, which compares different prompts, and PPO with a critic."""
 
-    algorithms = {"": PPOController, "b": GRPOController}
+    algorithms = {"": GRPOController, "b": PPOController}

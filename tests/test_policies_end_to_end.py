@@ -53,14 +53,15 @@ def test_two_algorithms_train_two_policies(folder: Path, host: str, tmp_path: Pa
 
 @pytest.mark.nightly
 def test_two_policies_resume_bitwise(folder: Path, host: str, tmp_path: Path) -> None:
-    """Rollouts are greedy: the engines' random numbers are not part of a checkpoint."""
-    settings = roles(actor_b={"optimizer": {"lr": 0.001}})
-    greedy = ("algorithm=greedy_policies:PPOAndReinforceController", "advantage.estimator=reinforce_pp")
+    """Rollouts are greedy: the engines' random numbers are not part of a checkpoint. Only the other policy has a
+    critic."""
+    settings = roles(actor_b={"optimizer": {"lr": 0.001}}, critic_b={"optimizer": {"lr": 0.002}})
+    greedy = ("algorithm=greedy_policies:ReinforceAndPPOController", "advantage.estimator=reinforce_pp")
     overrides = (*STEPS, *ONE_RANK, *greedy, "rollout.temperature=0", settings)
     run_dir, resumed = tmp_path / "run", tmp_path / "resumed"
     train(folder, run_dir, *overrides, host=host)
     checkpoint = run_dir / "checkpoints" / "step_000002"
-    assert {"actor", "critic", "actor_b"} <= {path.name for path in checkpoint.iterdir()}
+    assert {"actor", "actor_b", "critic_b"} <= {path.name for path in checkpoint.iterdir()}
     shutil.copytree(run_dir, resumed)
     shutil.rmtree(resumed / "checkpoints" / "step_000002")
     for name in ("export", "export_b"):
@@ -69,9 +70,10 @@ def test_two_policies_resume_bitwise(folder: Path, host: str, tmp_path: Path) ->
     for name in ("export", "export_b"):
         assert is_equal(exported(resumed, name), exported(run_dir, name))
     step, again = (read_metrics(path)[-1] for path in (run_dir, resumed))
-    assert step["step"] == again["step"] == 2 and step["b/actor/grad_norm"] > 0
+    assert step["step"] == again["step"] == 2 and step["b/actor/grad_norm"] > 0 and step["b/critic/grad_norm"] > 0
+    assert step["b/critic/lr"] == 2 * step["b/actor/lr"]
     # The engines' own log-probs depend on how requests were batched.
-    names = [name for name in step if name.startswith(("actor/", "critic/", "b/actor/", "rollout/reward"))]
+    names = [name for name in step if name.startswith(("actor/", "b/actor/", "b/critic/", "rollout/reward"))]
     assert {name: step[name] for name in names} == {name: again[name] for name in names}
 
 
