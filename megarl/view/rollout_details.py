@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from megarl.observe.rollout_table import iter_table_rows
+from megarl.parallel.policy_configs import POLICIES_FOLDER
 from megarl.utils import exact_json
 from megarl.utils.text import one_line
 from megarl.view.column_codec import finite_or_none
@@ -31,18 +32,22 @@ def load_decoder_or_default(run_dir: Path) -> Decode:
 
 def tokenizer_folders(run_dir: Path) -> list[Path]:
     """Return folders with a tokenizer for the run: `model.path`, also relative to where the run was started, and the
-    export."""
+    export. For the folder of a policy in a run of several, those of its model."""
     folders = []
+    policy = run_dir.name if run_dir.parent.name == POLICIES_FOLDER else ""
+    run_dir = run_dir.parent.parent if policy else run_dir
     try:
         tree = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
-        model = Path(tree["model"]["path"])
+        actor = (tree.get("roles") or {}).get(f"actor_{policy}") or {}
+        model = Path(actor.get("model") or tree["model"]["path"])
         folders.append(model)
         run_path, configured_dir = run_dir.resolve(), Path(tree["run"]["dir"])
         if run_path.parts[-len(configured_dir.parts) :] == configured_dir.parts:
             folders.append(Path(*run_path.parts[: -len(configured_dir.parts)], model))
-    except (OSError, ValueError, LookupError, TypeError, RecursionError, yaml.YAMLError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, yaml.YAMLError):
         pass
-    return [folder for folder in (*folders, run_dir / "export") if (folder / "tokenizer_config.json").is_file()]
+    folders.append(run_dir / (f"export_{policy}" if policy else "export"))
+    return [folder for folder in folders if (folder / "tokenizer_config.json").is_file()]
 
 
 def load_decoder(run_dir: Path) -> Decode | None:

@@ -20,7 +20,7 @@ from megarl.observe.rollout_log import part_file
 from megarl.view.column_codec import pack, to_json
 from megarl.view.divergence import find_divergence
 from megarl.view.page import load
-from megarl.view.rollout_details import TokenDecoder, load_decoder, read_details
+from megarl.view.rollout_details import TokenDecoder, load_decoder, read_details, tokenizer_folders
 from megarl.view.rollout_files import Notes
 from megarl.view.rollout_index import IndexReader
 from megarl.view.run_data import read_run
@@ -122,6 +122,18 @@ def test_finds_the_tokenizer_relative_to_the_run_folder(run_dir: Path, tmp_path:
     shutil.copytree(run_dir.parent / "model", tmp_path / "lab/models/tiny")
     decode = load_decoder(run)
     assert decode is not None and decode([1]) == "two" and load(run).notes == []
+
+
+def test_finds_the_tokenizer_of_each_policy(run_dir: Path, tmp_path: Path) -> None:
+    """The policy c has that of `model.path`."""
+    run = tmp_path / "run"
+    shutil.copytree(run_dir.parent / "model", run / "export_b")
+    (run / "config.yaml").write_text(
+        f"run: {{dir: x}}\nmodel: {{path: {tmp_path}}}\nroles: {{actor_b: {{model: none}}}}"
+    )
+    assert tokenizer_folders(run / "policies" / "b") == [run / "export_b"] and tokenizer_folders(run) == []
+    (tmp_path / "tokenizer_config.json").touch()
+    assert tokenizer_folders(run / "policies" / "c") == [tmp_path]
 
 
 def test_finds_where_two_runs_diverge(tmp_path: Path, run_dir: Path) -> None:
