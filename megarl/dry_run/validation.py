@@ -21,7 +21,7 @@ from rich.table import Table
 
 from megarl.checkpoint.disk_space import format_bytes
 from megarl.config import Config, ConfigError, ParallelConfig, Range, server_args, strict
-from megarl.config.stages import check_change, describe_stage, largest_config, parse_stages
+from megarl.config.stages import describe_stage, largest_config, parse_stages
 from megarl.controllers.controller import load_requirements, make_controller
 from megarl.controllers.rollout_correction import check_correction
 from megarl.dry_run import config_checks as checks
@@ -52,7 +52,7 @@ from megarl.parallel.placement import (
     role_settings,
     split_role,
 )
-from megarl.parallel.policy_configs import list_engine_roles, policy_config, takes_turns
+from megarl.parallel.policy_configs import check_change, list_engine_roles, policy_config, takes_turns
 from megarl.reshard.plan.from_config import engine_layout, plan_from_config
 from megarl.rewards.functions import load_functions
 from megarl.rewards.reward_settings import check_reward

@@ -19,7 +19,6 @@ from megarl.config import Config, ConfigError, plain_yaml
 from megarl.config.stages import (
     PLANNED_KEYS,
     change_config,
-    check_change,
     config_of_step,
     describe_stage,
     get_value,
@@ -28,6 +27,7 @@ from megarl.config.stages import (
     nest,
     smallest_context,
 )
+from megarl.parallel.policy_configs import check_change
 
 CONTROL_FILE = "control.yaml"
 

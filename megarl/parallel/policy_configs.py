@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from megarl.config import Config, ConfigError, OptimizerConfig, RolloutConfig, strict
+from megarl.config import Config, ConfigError, OptimizerConfig, RolloutConfig, stages, strict
 from megarl.parallel.placement import (
     has_model,
     is_engine_role,
@@ -109,6 +109,15 @@ def _frozen_engine_config(config: Config, role: str) -> Config:
         # Records of the policy's choices that a trainer would replay.
         train=dataclasses.replace(config.train, routing_replay=False, sparse_index_replay=False),
     )
+
+
+def check_change(config: Config, changed: Config, where: str = "") -> None:
+    """Apply `stages.check_change` to the engines of all policies."""
+    stages.check_change(config, changed, where)
+    for role in config.roles:
+        base, policy = split_role(role)
+        if base == "rollout" and policy:
+            stages.check_change(policy_config(config, role), policy_config(changed, role), where)
 
 
 def list_engine_roles(config: Config, roles: Iterable[str]) -> tuple[str, ...]:

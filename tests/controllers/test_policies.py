@@ -11,13 +11,20 @@ from typing import Any
 import pytest
 
 from megarl.config import ConfigError, from_dict
+from megarl.config.stages import change_config
 from megarl.controllers import policies
 from megarl.controllers.controller import StepResult, load_requirements
 from megarl.controllers.policies import PoliciesController, PPOAndReMaxController
 from megarl.controllers.ppo import PPOController
 from megarl.data.loader import PromptLoader
 from megarl.parallel.placement import engine_ranks, role_parallel
-from megarl.parallel.policy_configs import find_shared_ranks, list_engine_roles, policy_config, takes_turns
+from megarl.parallel.policy_configs import (
+    check_change,
+    find_shared_ranks,
+    list_engine_roles,
+    policy_config,
+    takes_turns,
+)
 from megarl.types import Prompt
 
 pytestmark = pytest.mark.alone
@@ -120,6 +127,16 @@ def test_each_algorithm_sees_its_own_roles() -> None:
         *("actor", "critic"),
         *("actor_b", "critic_b"),
     )
+
+
+def test_sampling_of_engines_that_generate_ahead_cannot_change() -> None:
+    """Here those of the other policy alone."""
+    full = config(roles={"rollout_b": {"rollout": {"oversample": 1.5}}})
+    with pytest.raises(ConfigError, match=r"^stages: rollout\.temperature cannot change with rollout\.oversample=1\.5"):
+        check_change(full, change_config(full, {"rollout": {"temperature": 0.5}}, ""), "stages: ")
+    own = {"oversample": 1.5, "temperature": 0.75}
+    full = config(roles={"rollout_b": {"rollout": own}})
+    check_change(full, change_config(full, {"rollout": {"temperature": 0.5}}, ""))
 
 
 def test_critic_of_another_policy_has_its_own_settings() -> None:

@@ -128,9 +128,8 @@ def test_finds_the_tokenizer_of_each_policy(run_dir: Path, tmp_path: Path) -> No
     """The policy c has that of `model.path`."""
     run = tmp_path / "run"
     shutil.copytree(run_dir.parent / "model", run / "export_b")
-    (run / "config.yaml").write_text(
-        f"run: {{dir: x}}\nmodel: {{path: {tmp_path}}}\nroles: {{actor_b: {{model: none}}}}"
-    )
+    roles = "roles: {actor_b: {model: none}}"
+    (run / "config.yaml").write_text(f"run: {{dir: x}}\nmodel: {{path: {tmp_path}}}\n{roles}")
     assert tokenizer_folders(run / "policies" / "b") == [run / "export_b"] and tokenizer_folders(run) == []
     (tmp_path / "tokenizer_config.json").touch()
     assert tokenizer_folders(run / "policies" / "c") == [tmp_path]
