@@ -63,6 +63,15 @@ def prompt_rows(count: int, **extra: Any) -> list[dict[str, Any]]:
     return [{"prompt": f"p{number}", "ground_truth": number, **extra} for number in range(count)]
 
 
+def test_prompts_must_fit_all_models(reader: Any) -> None:
+    """Of lengths 1 to 4, another model writes three tokens per letter and has room for eight."""
+    file = write_jsonl("a.jsonl", *({"prompt": "x" * length, "label": 1} for length in range(1, 5)))
+    flow = reader(train=file)
+    result = flow.load_prompts(file, others=[(lambda prompt: [1] * 3 * len(prompt.messages[0]["content"]), 8)])
+    assert [(prompt.id, len(prompt.token_ids)) for prompt in result] == [("a-0", 1), ("a-1", 2)]
+    assert flow.notes[0].startswith("a.jsonl: 2 of 4 prompts are longer")
+
+
 def test_reads_one_file(reader: Any) -> None:
     file = write_jsonl(
         "a.jsonl", *prompt_rows(2), {"prompt": "x" * 10, "label": 1}, {"prompt": "y", "label": 1, "id": 7}

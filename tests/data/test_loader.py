@@ -105,6 +105,22 @@ def test_resumes_anywhere_with_the_same_items(sets: list[tuple[int, int]], count
     assert list(resumed.next_items(30)) == full[count:] and list(prompt_loader.next_items(30)) == full[count:]
 
 
+def test_fork_has_the_same_order_and_a_position_of_its_own() -> None:
+    sets = [(4, 1), (5, 3)]
+    first, order = loader(sets), list(loader(sets).next_items(12))
+    fork = first.fork("b", lambda item: (*item, "rendered"))
+    first.next_items(7)
+    batch = fork.next_items(3)
+    assert batch == [(*item, "rendered") for item in order[:3]]
+    assert fork.is_last_batch(batch) and not first.is_last_batch(batch)
+    resumed = loader(sets)
+    other = resumed.fork("b")
+    resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert (list(resumed.next_items(2)), list(other.next_items(2))) == (order[7:9], order[3:5])
+    resumed.load_state_dict({**loader(sets).state_dict(), "samples": 6})  # of a run without forks
+    assert list(other.next_items(2)) == order[6:8]
+
+
 def test_checkpoint_with_other_weights_raises() -> None:
     state = loader([(4, 1), (5, 3)]).state_dict()
     loader([(4, 2), (5, 6)]).load_state_dict(state)  # the same shares
