@@ -263,8 +263,8 @@ class HybridFlow:
         metrics["perf/peak_memory_gib"] = device.peak_memory_bytes() / 2**30
         calls = self._generate_calls()
         for policy, other in result.policies.items():
-            recorded = other.rollouts, other.batch, other.trained_rollouts, calls[policy]
-            self.log.record_step(self.step, *recorded, worker_metrics[f"rollout_{policy}"], policy)
+            recorded = other.rollouts, other.batch, other.trained_rollouts, calls.get(policy, [])
+            self.log.record_step(self.step, *recorded, worker_metrics.get(f"rollout_{policy}"), policy)
         recorded = result.rollouts, result.batch, result.trained_rollouts, calls.get("", [])
         return self.log.end_step(self.step, metrics, *recorded, worker_metrics.get("rollout"))
 
