@@ -188,18 +188,38 @@ def test_sampled_tokens_follow_the_policys_distribution(drafting_engine: Running
     assert gap < 2.4 / count**0.5, "by chance once in 50,000 runs"
 
 
-def test_turns_end_as_without_drafts(drafting_engine: RunningEngine) -> None:
-    """At the token limit or an end token, drafted or not, first or last in its window."""
+@pytest.mark.parametrize(
+    "plain", [{"temperature": 0.0}, {"temperature": 0.001, "top_p": 0.9, "top_k": 20}], ids=["greedy", "truncated"]
+)
+def test_turns_end_as_without_drafts(drafting_engine: RunningEngine, plain: dict[str, Any]) -> None:
+    """At the token limit or an end token, drafted or not, first or last in its window. The client checks that there are
+    as many sampling masks as tokens."""
     prompt = PROMPTS[0]
     text = tiny_models.greedy(drafting_engine.model, prompt, 12)
     assert len(set(text)) == len(text)
-    plain: dict[str, object] = {"temperature": 0.0}
     limits = [plain | {"max_new_tokens": length, "ignore_eos": True} for length in range(1, 12)]
     ends = [plain | {"max_new_tokens": 30, "stop_token_ids": [token]} for token in text]
     outs = generate(drafting_engine, [prompt] * (len(limits) + len(ends)), limits + ends)
     expected = [(text[:length], "length") for length in range(1, 12)]
     expected += [(text[: position + 1], "stop") for position in range(len(text))]
     assert [(list(out.token_ids), out.finish_reason) for out in outs] == expected
+
+
+def test_truncated_requests_beside_full_and_greedy_ones(drafting_engine: RunningEngine) -> None:
+    settings = [{"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9, "top_k": 20}, {"temperature": 0.0}]
+    prompts = [prompt for prompt in PROMPTS for _ in settings]
+    params = [{"max_new_tokens": 12, "ignore_eos": True} | setting for _ in PROMPTS for setting in settings]
+    for prompt, value, out in zip(prompts, params, generate(drafting_engine, prompts, params), strict=True):
+        with torch.no_grad():
+            logits = drafting_engine.model(torch.tensor([[*prompt, *out.token_ids]])).logits[0, len(prompt) - 1 : -1]
+        if is_truncated_sampling(value):
+            assert_truncated(logits.double().softmax(-1), out, value)
+        else:
+            assert out.sampling_mask is None
+            reference = logits.log_softmax(-1).gather(1, torch.tensor(out.token_ids.tolist())[:, None])[:, 0]
+            assert (torch.tensor(out.logprobs) - reference).abs().max() < 1e-4
+        if not value["temperature"]:
+            assert list(out.token_ids) == tiny_models.greedy(drafting_engine.model, prompt, 12)
 
 
 def test_rollouts_count_drafted_and_accepted_tokens(drafting_engine: RunningEngine) -> None:
