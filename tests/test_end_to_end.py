@@ -428,6 +428,25 @@ def test_mtp_training_raises_draft_acceptance(
     }
 
 
+def test_drafts_with_truncated_sampling(folder: Path, tmp_path: Path, host: str) -> None:
+    """The trainer's log-probs over the sampling masks, with replayed routing, are the engine's, of drafted tokens too,
+    before and after an update of policy and draft layer."""
+    model = tiny_models.save(predictable_policy(), tmp_path / "model")
+    overrides = [
+        f"model.path={model}",
+        *("algorithm=grpo", "kl.apply_to=none", "train.mtp_loss_coef=0.1", "train.routing_replay=true"),
+        *("rollout.num_speculative_tokens=2", "rollout.tp=2", "rollout.max_turns=1", "rollout.max_new_tokens=16"),
+        *("rollout.top_p=0.9", "rollout.top_k=20", "rollout.min_p=0.02"),
+        *("run.num_rollout=2", "run.save_every=0", "run.export=false", "rollout.samples_per_prompt=2"),
+    ]
+    train(folder, tmp_path / "run", *overrides, host=host)
+    rows = read_steps(tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 2] and rows[0]["actor/grad_norm"] > 0
+    for row in rows:
+        assert row["rollout/spec_accept_rate"] > 0.05 and 1 < row["rollout/sampling_mask_size_mean"] < 20
+        assert row["rollout/logprob_diff"] <= 1e-5, row
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     "family", [*(name for name in tiny_models.families_without_builder() if name != "qwen3_5"), "kimi_k25"]

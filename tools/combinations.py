@@ -82,14 +82,12 @@ FEATURES: dict[str, dict[str, Sequence[str]]] = {
 }
 
 _NO_CACHE = "an engine that sleeps while models use its device has no KV cache of the old weights left to continue with"
-_NO_MASKS = "SGLang returns no sampling masks with drafts, and without them the sampled distribution is unknown"
 
 REFUSED: dict[frozenset[Setting], str] = {
     frozenset({("generation", "async, in_place"), ("placement", "colocated")}): _NO_CACHE,
     frozenset({("generation", "async, in_place"), ("placement", "some engines apart")}): _NO_CACHE,
     # By default the engines of both policies take turns on the same ranks; on ranks of their own they keep it.
     frozenset({("algorithm", "ppo and remax"), ("generation", "async, in_place")}): _NO_CACHE,
-    frozenset({("drafts", "MTP"), ("sampling", "truncated")}): _NO_MASKS,
 }
 """Pairs of settings that the dry run refuses, and why."""
 

@@ -191,11 +191,6 @@ def check_sampling(rollout: RolloutConfig) -> None:
         )
     if rollout.replay:
         return
-    if rollout.num_speculative_tokens:
-        raise ConfigError(
-            f"{what} with {rollout.num_speculative_tokens=}: with drafts SGLang does not return {why}; set only one of "
-            "them"
-        )
     most = rollout.sglang.get("sampling_mask_max_tokens")
     if most is not None and rollout.top_k > most:
         raise ConfigError(

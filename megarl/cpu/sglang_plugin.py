@@ -101,7 +101,8 @@ def cap_logits(scores: torch.Tensor, cap: float) -> torch.Tensor:
 
 
 def register() -> None:
-    """Bind stores to private addresses, seal pickles, and patch how SGLang reads MXFP4, and its CPU path on a CPU."""
+    """Bind stores to private addresses, seal pickles, patch how SGLang reads MXFP4 and verifies drafts, and on a CPU
+    complete its CPU path."""
     from sglang.srt.utils import is_cpu
 
     bind_store_addresses()
@@ -112,6 +113,7 @@ def register() -> None:
     _patch_stacked_experts()
     _keep_int4_layout()
     sglang_sparse_attention.install_record()
+    sglang_speculative.install_verification()
     sglang_images.install()
     if is_cpu():
         _patch_models()

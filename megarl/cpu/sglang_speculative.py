@@ -1,20 +1,32 @@
-"""Speculative decoding on a CPU without AMX: SGLang's kernels in plain torch, for a chain of drafts (topk = 1).
+"""Speculative decoding of a chain of drafts (topk = 1): verification on every device, and SGLang's kernels in plain
+torch for a CPU without AMX.
 
 Each round runs the policy over a window of n tokens per sequence: its last chosen token, and n - 1 that the draft layer
 proposes after it. From left to right, a proposal is accepted or replaced, and everything after a replaced one is
 dropped. After n - 1 accepted proposals, one more token is chosen. SGLang's trees, [sequences, n], are chains here.
 
+`install_verification` samples a token after each of the window with the sampler that SGLang uses without drafts, and
+accepts proposals while they equal the samples. A token x is then chosen with exactly the sampler's probability p(x),
+and a proposal d accepted with p(d), the most that any verification of a deterministic proposal can accept
+(arXiv:2211.17192). SGLang's own verification has the same distribution over the whole vocabulary, but truncates by
+top_p in another way than its sampler, ignores min_p, returns no sampling masks, and on a CPU takes the most likely
+token at any temperature.
+
 The functions named *_cpu replace those of `sgl_kernel` and have their signatures. `install` sets the others where
-SGLang has no CPU implementation, or one that does not sample but takes the most likely token at any temperature.
+SGLang has no CPU implementation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 
 def assign_draft_cache_locs_contiguous_cpu(
@@ -82,94 +94,79 @@ def verify_tree_greedy_cpu(
     retrive_next_sibling: torch.Tensor,
     target_predict: torch.Tensor,
 ) -> None:
-    """Accept proposals while they equal the policy's most likely tokens, `target_predict` [sequences, n], in place."""
-    accepted = candidates[:, 1:] == target_predict[:, :-1]
-    _write_accepted(target_predict, accepted, predicts, accept_index, accept_token_num)
-
-
-def sample_chain(
-    predicts: torch.Tensor,
-    accept_index: torch.Tensor,
-    accept_token_num: torch.Tensor,
-    candidates: torch.Tensor,
-    uniform_samples: torch.Tensor,
-    uniform_samples_for_final_sampling: torch.Tensor,
-    target_probs: torch.Tensor,
-    **_: Any,
-) -> None:
-    """Sample tokens with exactly the policy's probabilities, by rejection sampling of deterministic proposals.
-
-    Source: arXiv:2211.17192. Where the policy's distribution is p, a proposal d is accepted with probability p(d);
-    otherwise the token is drawn from p without d, which gives x != d the probability
-    (1 - p(d)) * p(x) / (1 - p(d)) = p(x). Writes its results in place, see `_write_accepted`.
+    """Accept proposals while they equal the chosen tokens. Writes its results in place.
 
     candidates: [sequences, n], the proposals from column 1 on.
-    uniform_samples: [sequences, n] in [0, 1).
-    uniform_samples_for_final_sampling: [sequences] in [0, 1).
-    target_probs: [sequences, n, vocabulary], after each token of the window.
-    """
-    proposed = candidates[:, 1:].long()
-    accepted = uniform_samples[:, :-1] < target_probs[:, :-1].gather(2, proposed[..., None])[..., 0]
-    rows, num_accepted = torch.arange(len(candidates)), accepted.long().cumprod(1).sum(1)
-    residual = target_probs[rows, num_accepted].double()
-    is_rejected = num_accepted < proposed.shape[1]  # sequences with a rejected proposal
-    residual[rows[is_rejected], proposed[rows[is_rejected], num_accepted[is_rejected]]] = 0.0
-    sums = residual.cumsum(1)
-    draws = (uniform_samples_for_final_sampling.double() * sums[:, -1])[:, None]
-    resampled = torch.searchsorted(sums, draws, right=True)
-    chosen = torch.cat([proposed, proposed[:, :1]], dim=1).scatter(1, num_accepted[:, None], resampled)
-    _write_accepted(chosen, accepted, predicts, accept_index, accept_token_num)
-
-
-def _write_accepted(
-    chosen: torch.Tensor,
-    accepted: torch.Tensor,
-    predicts: torch.Tensor,
-    accept_index: torch.Tensor,
-    accept_token_num: torch.Tensor,
-) -> None:
-    """Write the results of a round, in place.
-
-    chosen: [sequences, n], the token after each token of the window.
-    accepted: [sequences, n - 1], whether that is the proposal. Only entries up to the first rejection count.
-    predicts: [sequences * n], set to `chosen`.
+    target_predict: [sequences, n], the token chosen after each token of the window.
+    predicts: [sequences * n], set to `target_predict`.
     accept_token_num: [sequences], set to the number of accepted proposals.
     accept_index: [sequences, n], set to the indices in `predicts` of those and of the token chosen after them, then -1.
     """
-    count, n = chosen.shape
-    num_accepted = accepted.long().cumprod(1).sum(1)
+    count, n = target_predict.shape
+    num_accepted = (candidates[:, 1:] == target_predict[:, :-1]).long().cumprod(1).sum(1)
     indices = torch.arange(count * n).view(count, n)
-    predicts.copy_(chosen.flatten())
+    predicts.copy_(target_predict.flatten())
     accept_token_num.copy_(num_accepted)
     accept_index.copy_(indices.where(torch.arange(n) <= num_accepted[:, None], -1))
 
 
-def keep_top_k(probs: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Keep the k [n] most likely tokens in each row of `probs` [n, vocabulary], renormalised."""
-    return _keep_sorted(probs, lambda ordered: torch.arange(ordered.shape[-1]) < k[:, None])
+def expand_sampling_info(info: SamplingBatchInfo, n: int) -> SamplingBatchInfo:
+    """Return SGLang's sampling settings of `sequences` requests for n tokens of each, [sequences * n]."""
+    names = ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed")
+    columns = {name: getattr(info, name) for name in names}
+    columns = {name: column.repeat_interleave(n, 0) for name, column in columns.items() if column is not None}
+    if (rows := info.sampling_mask_batch_indices) is not None:
+        rows = (rows[:, None] * n + torch.arange(n, device=rows.device)).flatten()
+    return replace(info, sampling_mask_batch_indices=rows, **columns)
 
 
-def keep_top_p(probs: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    """Keep the most likely tokens with total probability p [n] in each row, like SGLang's usual sampler."""
-    return _keep_sorted(probs, lambda ordered: ordered.cumsum(-1) - ordered <= p[:, None])
+def install_verification() -> None:
+    """Make SGLang verify proposals by its ordinary sampler, on every device, and return sampling masks with drafts.
 
+    `eagle_sample` compares proposals with the most likely tokens, if all sampling is greedy. Here it always does, and
+    the sampler's tokens take the place of the most likely ones.
+    """
+    from sglang.srt.layers.dp_attention import is_dp_attention_enabled
+    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+    from sglang.srt.layers.sampler import create_sampler
+    from sglang.srt.managers import scheduler
+    from sglang.srt.runtime_context import get_parallel
+    from sglang.srt.speculative import eagle_utils, eagle_worker_common
 
-def _keep_sorted(probs: torch.Tensor, keep: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
-    filtered = probs.scatter(-1, order, ordered * keep(ordered))
-    return filtered / filtered.sum(-1, keepdim=True)
+    scheduler.validate_spec_sampling_mask_request = lambda req, algorithm: None
+    eagle_utils._verify_uses_greedy = lambda **_: True
+    accept, verify = eagle_utils.verify_tree_greedy_func, eagle_utils.eagle_sample
+    make_sampler = functools.cache(create_sampler)
+
+    def eagle_sample(window: Any, batch: Any, logits_output: Any, *rest: Any, **options: Any) -> Any:
+        n, output = window.draft_token_num, LogitsProcessorOutput(None)
+
+        def accept_sampled(*, target_predict: torch.Tensor, **tensors: Any) -> Any:
+            # At this point the logits have penalties and grammars. The sampler overwrites its own.
+            output.next_token_logits = logits_output.next_token_logits.clone()
+            info = expand_sampling_info(batch.sampling_info, n)
+            tokens = make_sampler()(output, info, False, [], [], window.positions).view(-1, n).to(target_predict.dtype)
+            ranks = get_parallel().attn_tp_group if is_dp_attention_enabled() else get_parallel().tp_group
+            if ranks.world_size > 1:  # like SGLang: logits of different ranks may differ by rounding
+                ranks.broadcast(tokens, src=0)
+            return accept(target_predict=tokens, **tensors)
+
+        eagle_utils.verify_tree_greedy_func = accept_sampled
+        predict, accept_lens, accept_index = verify(window, batch, logits_output, *rest, **options)
+        if (masks := output.sampling_mask_output) is not None:
+            masks.map_device_tensors(lambda tensor: tensor.unflatten(0, (-1, n)))
+            masks.num_accept_tokens = accept_lens[batch.sampling_info.sampling_mask_batch_indices]
+            logits_output.sampling_mask_output = masks
+        return predict, accept_lens, accept_index
+
+    eagle_worker_common.eagle_sample = eagle_sample
 
 
 def install() -> None:
-    """Install these functions in SGLang."""
+    """Install SGLang's missing CPU implementations."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-    from sglang.srt.speculative import eagle_utils
     from sglang.srt.speculative.draft_utils import DraftBackendFactory
-
-    eagle_utils._verify_uses_greedy = lambda *, is_all_greedy, **_: is_all_greedy
-    eagle_utils.tree_speculative_sampling_target_only = sample_chain
-    eagle_utils.top_k_renorm_prob, eagle_utils.top_p_renorm_prob = keep_top_k, keep_top_p
 
     torch.cuda.synchronize = lambda device=None: None  # DeepSeek's draft model calls it on any device
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import tiny_models
 import torch
-from compare import PROMPTS, assert_matches_transformers
+from compare import PROMPTS, assert_matches_transformers, assert_truncated, candidates
 from drafter import Drafter, predictable_policy
 from engines import RunningEngine, start_engine
 from orders import overwrite_weights
 
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.cpu import sglang_speculative as on_cpu
-from megarl.engine.client import Client
+from megarl.engine.client import Client, is_truncated_sampling
 from megarl.engine.engine_protocol import Generation
 from megarl.environments.catalog import load_tools
 from megarl.observe.metrics import rollout_metrics
@@ -52,24 +53,16 @@ def test_verifies_greedy_drafts() -> None:
     assert last.tolist() == [9, 8, 7, 9]
 
 
-def test_sampled_drafts_keep_the_policys_distribution_exactly() -> None:
-    """Enumerate a grid of random numbers that is fine enough for these fractions, so that shares are exact
-    probabilities. After each reached prefix the next token has the policy's distribution."""
-    p = torch.tensor([[2, 1, 1, 0], [1, 0, 1, 2], [0, 3, 1, 0]]) / 4.0
-    window, cells = [3, 1, 2], 12  # 1 / (1 - 1/4) = 4/3: rejections need twelfths
-    middles = (torch.arange(cells) + 0.5) / cells
-    coins = torch.cartesian_prod(middles, middles, middles)
-    rows = len(coins)
+def test_sampled_drafts_keep_the_distribution_exactly() -> None:
+    """Enumerate all samples of a window, each token as often as its probability says. After each reached prefix the
+    next token has the sampler's distribution."""
+    p = torch.tensor([[2, 1, 1, 0], [1, 0, 1, 2], [0, 3, 1, 0]]) / 4
+    samples = torch.cartesian_prod(*(torch.arange(4).repeat_interleave((4 * row).long()) for row in p))
+    window, rows = [3, 1, 2], len(samples)
     predicts, index, number = make_outputs(rows, 3)
-    on_cpu.sample_chain(
-        predicts,
-        index,
-        number,
-        torch.tensor([window] * rows),
-        torch.cat([coins[:, :2], torch.full((rows, 1), float("nan"))], dim=1),
-        coins[:, 2],
-        p.expand(rows, 3, 4),
-        draft_probs=None,
+    unused = torch.zeros(rows, 3)
+    on_cpu.verify_tree_greedy_cpu(
+        predicts, index, number, torch.tensor([window] * rows), unused, unused, unused, samples
     )
     texts = [predicts[row[row >= 0]].tolist() for row in index]
     assert [len(text) - 1 for text in texts] == number.tolist()
@@ -77,16 +70,6 @@ def test_sampled_drafts_keep_the_policys_distribution_exactly() -> None:
         after = [text[position] for text in texts if text[:position] == prefix and len(text) > position]
         shares = torch.tensor([after.count(token) for token in range(4)]) / len(after)
         assert torch.equal(shares, p[position]), (prefix, shares)
-
-
-def test_accepts_certain_and_rejects_impossible_drafts() -> None:
-    p = torch.tensor([[0.0, 1.0, 0.0]]).expand(2, 2, 3)
-    predicts, index, number = make_outputs(2, 2)
-    highest = torch.full((2, 2), 1 - 2**-24)
-    on_cpu.sample_chain(
-        predicts, index, number, torch.tensor([[0, 1], [0, 2]]), highest, highest[0] * torch.tensor([1.0, 0.0]), p
-    )
-    assert number.tolist() == [1, 0] and predicts.tolist()[:3] == [1, 1, 1]
 
 
 def test_cache_slots_and_draft_tree_of_a_chain() -> None:
@@ -108,15 +91,27 @@ def test_cache_slots_and_draft_tree_of_a_chain() -> None:
     assert (sibling == -1).all()
 
 
-def test_top_k_and_top_p_probabilities() -> None:
-    p = torch.tensor([[0.1, 0.5, 0.4], [0.2, 0.2, 0.6]])
-    torch.testing.assert_close(
-        on_cpu.keep_top_k(p, torch.tensor([2, 1])), torch.tensor([[0.0, 5 / 9, 4 / 9], [0.0, 0.0, 1.0]])
-    )
-    torch.testing.assert_close(
-        on_cpu.keep_top_p(p, torch.tensor([0.55, 0.5])), torch.tensor([[0.0, 5 / 9, 4 / 9], [0.0, 0.0, 1.0]])
-    )
-    assert torch.equal(on_cpu.keep_top_p(p, torch.tensor([1.0, 1.0])), p)
+def test_sampling_settings_of_each_token_of_a_window() -> None:
+    @dataclass
+    class Info:
+        """The fields of SGLang's SamplingBatchInfo that differ between requests."""
+
+        temperatures: torch.Tensor
+        top_ps: torch.Tensor
+        top_ks: torch.Tensor
+        min_ps: torch.Tensor
+        sampling_seed: torch.Tensor | None = None
+        sampling_mask_batch_indices: torch.Tensor | None = None
+
+    two = Info(torch.tensor([[0.5], [1.0]]), torch.tensor([0.9, 1.0]), torch.tensor([4, 9]), torch.tensor([0.0, 0.1]))
+    wide = on_cpu.expand_sampling_info(two, 2)
+    assert wide.temperatures.tolist() == [[0.5], [0.5], [1.0], [1.0]] and wide.top_ks.tolist() == [4, 4, 9, 9]
+    assert torch.equal(wide.top_ps, two.top_ps[[0, 0, 1, 1]]) and torch.equal(wide.min_ps, two.min_ps[[0, 0, 1, 1]])
+    assert wide.sampling_seed is None and wide.sampling_mask_batch_indices is None
+    three = replace(wide, sampling_seed=torch.tensor([6, 7, 8, 9]), sampling_mask_batch_indices=torch.tensor([1, 3]))
+    widest = on_cpu.expand_sampling_info(three, 3)
+    assert widest.sampling_mask_batch_indices.tolist() == [3, 4, 5, 9, 10, 11]
+    assert widest.sampling_seed.tolist() == [6] * 3 + [7] * 3 + [8] * 3 + [9] * 3
 
 
 @pytest.fixture(scope="module", params=["deepseek_v3", "qwen3_next", "qwen3_5_moe"])
@@ -158,22 +153,33 @@ def test_drafts_equal_those_of_the_mtp_layer(drafting_engine: RunningEngine) -> 
     assert_drafts(drafting_engine, Drafter(drafting_engine.model, drafting_engine.folder))
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_sampled_tokens_follow_the_policys_distribution(drafting_engine: RunningEngine, temperature: float) -> None:
+@pytest.mark.parametrize(
+    "params",
+    [{}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.6, "top_k": 200}, {"top_p": 0.9, "top_k": 50, "min_p": 0.05}],
+    ids=["full", "temperature", "top_k", "top_p", "all"],
+)
+def test_sampled_tokens_follow_the_policys_distribution(drafting_engine: RunningEngine, params: dict[str, Any]) -> None:
     """A random point in each token's interval of the cumulative distribution is uniform (Kolmogorov-Smirnov test).
-    Tokens are ordered by likelihood, so a bias towards drafts or likely tokens would show."""
-    prompt, samples, tokens = PROMPTS[1], 200, 6
-    params: dict[str, object] = {"temperature": temperature, "max_new_tokens": tokens}
-    outs = generate(drafting_engine, [prompt] * samples, [params | {"ignore_eos": True}] * samples)
+    Tokens are ordered by likelihood, so a bias towards drafts or likely tokens would show. With truncated sampling the
+    distribution is that over the policy's own set, which the sampling mask must name."""
+    prompt, samples, tokens = PROMPTS[1], 500, 6
+    params = {"temperature": 1.0, "max_new_tokens": tokens, "ignore_eos": True} | params
+    outs = generate(drafting_engine, [prompt] * samples, [params] * samples)
     assert 0.05 < sum(out.accepted for out in outs) / sum(out.drafted for out in outs) < 0.8
     texts = torch.tensor([[*prompt, *out.token_ids] for out in outs])
     with torch.no_grad():
-        logits = drafting_engine.model(texts).logits[:, len(prompt) - 1 : -1].double() / temperature
-    probs = logits.softmax(-1)
-    chosen = texts[:, len(prompt) :, None]
+        logits = drafting_engine.model(texts).logits[:, len(prompt) - 1 : -1].double()
+    probs = (logits / params["temperature"]).softmax(-1)
+    if is_truncated_sampling(params):
+        for out, row in zip(outs, probs, strict=True):
+            assert_truncated(row, out, params)
+        masks = [out.sampling_mask for out in outs if out.sampling_mask is not None]
+        kept = torch.stack([candidates(mask, probs.shape[-1]) for mask in masks])
+        assert 1 <= int(kept.sum(2).min()) and float((kept * probs).sum(2).mean()) < 0.99
+        probs = kept * probs / (kept * probs).sum(2, keepdim=True)
+    chosen_probs = probs.gather(2, texts[:, len(prompt) :, None])
     reported = torch.tensor([out.logprobs.tolist() for out in outs], dtype=torch.float64)
-    assert (reported - probs.gather(2, chosen)[..., 0].log()).abs().max() < 2e-5
-    chosen_probs = probs.gather(2, chosen)
+    assert (reported - chosen_probs[..., 0].log()).abs().max() < 2e-5
     before = (probs * (probs > chosen_probs)).sum(2)
     random = torch.rand(before.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     hits = (before + random * chosen_probs[..., 0]).flatten().sort().values
@@ -182,18 +188,38 @@ def test_sampled_tokens_follow_the_policys_distribution(drafting_engine: Running
     assert gap < 2.4 / count**0.5, "by chance once in 50,000 runs"
 
 
-def test_turns_end_as_without_drafts(drafting_engine: RunningEngine) -> None:
-    """At the token limit or an end token, drafted or not, first or last in its window."""
+@pytest.mark.parametrize(
+    "plain", [{"temperature": 0.0}, {"temperature": 0.001, "top_p": 0.9, "top_k": 20}], ids=["greedy", "truncated"]
+)
+def test_turns_end_as_without_drafts(drafting_engine: RunningEngine, plain: dict[str, Any]) -> None:
+    """At the token limit or an end token, drafted or not, first or last in its window. The client checks that there are
+    as many sampling masks as tokens."""
     prompt = PROMPTS[0]
     text = tiny_models.greedy(drafting_engine.model, prompt, 12)
     assert len(set(text)) == len(text)
-    plain: dict[str, object] = {"temperature": 0.0}
     limits = [plain | {"max_new_tokens": length, "ignore_eos": True} for length in range(1, 12)]
     ends = [plain | {"max_new_tokens": 30, "stop_token_ids": [token]} for token in text]
     outs = generate(drafting_engine, [prompt] * (len(limits) + len(ends)), limits + ends)
     expected = [(text[:length], "length") for length in range(1, 12)]
     expected += [(text[: position + 1], "stop") for position in range(len(text))]
     assert [(list(out.token_ids), out.finish_reason) for out in outs] == expected
+
+
+def test_truncated_requests_beside_full_and_greedy_ones(drafting_engine: RunningEngine) -> None:
+    settings = [{"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9, "top_k": 20}, {"temperature": 0.0}]
+    prompts = [prompt for prompt in PROMPTS for _ in settings]
+    params = [{"max_new_tokens": 12, "ignore_eos": True} | setting for _ in PROMPTS for setting in settings]
+    for prompt, value, out in zip(prompts, params, generate(drafting_engine, prompts, params), strict=True):
+        with torch.no_grad():
+            logits = drafting_engine.model(torch.tensor([[*prompt, *out.token_ids]])).logits[0, len(prompt) - 1 : -1]
+        if is_truncated_sampling(value):
+            assert_truncated(logits.double().softmax(-1), out, value)
+        else:
+            assert out.sampling_mask is None
+            reference = logits.log_softmax(-1).gather(1, torch.tensor(out.token_ids.tolist())[:, None])[:, 0]
+            assert (torch.tensor(out.logprobs) - reference).abs().max() < 1e-4
+        if not value["temperature"]:
+            assert list(out.token_ids) == tiny_models.greedy(drafting_engine.model, prompt, 12)
 
 
 def test_rollouts_count_drafted_and_accepted_tokens(drafting_engine: RunningEngine) -> None:

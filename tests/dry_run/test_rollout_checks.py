@@ -57,7 +57,7 @@ def test_no_oversampling_warning_with_off_policy_correction() -> None:
 def test_keys_of_engines_have_no_effect_on_a_replay() -> None:
     """Without a replay the last three checks refuse them."""
     keys = {"oversample": 1.5, "asynchronous": True, "on_weight_sync": "in_place", "max_staleness": 2}
-    keys |= {"top_k": 20, "num_speculative_tokens": 2}
+    keys |= {"top_k": 20, "sglang": {"sampling_mask_max_tokens": 10}}
     tree = {"algorithm": "remax", "train": {"routing_replay": True}, "data": {"prompts_per_step": 4}}
     for replay in ("", "runs/other"):
         config, warnings = from_dict({**tree, "rollout": {**keys, "replay": replay}}), list[str]()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from compare import PROMPTS
+from compare import PROMPTS, assert_truncated
 from engines import RunningEngine, start_engine
 
 from megarl.engine.client import Client
@@ -47,30 +47,9 @@ def generate(running: RunningEngine, *requests: dict[str, Any], stop_engine: boo
 def assert_truncated_distribution(
     running: RunningEngine, prompt: list[int], out: Generation, params: dict[str, Any]
 ) -> None:
-    """Check masks and log-probs against the fp64 softmax of transformers' fp32 logits.
-
-    Masks are not compared where a token is within 1e-6 of the boundary. Log-probs differ by the rounding of two fp32
-    models, about 1e-5.
-    """
-    assert out.sampling_mask is not None and len(out.sampling_mask) == len(out.token_ids)
     with torch.no_grad():
         logits = running.model(torch.tensor([[*prompt, *out.token_ids.tolist()]])).logits[0].double()
-    probs = (logits[len(prompt) - 1 : -1] / params["temperature"]).softmax(-1)
-    ordered, ids = probs.sort(-1, descending=True)
-    before = ordered.cumsum(-1) - ordered
-    sets = out.sampling_mask.ids.split(out.sampling_mask.counts.tolist())
-    for position, (mask, token) in enumerate(zip(sets, out.token_ids.tolist(), strict=True)):
-        p = ordered[position]
-        is_candidate = (torch.arange(len(p)) < params.get("top_k", len(p))) & (
-            before[position] <= params.get("top_p", 1.0)
-        )
-        is_candidate &= p >= params.get("min_p", 0.0) * p[0]
-        margins = torch.stack([before[position] - params.get("top_p", 1.0), p - params.get("min_p", 0.0) * p[0]]).abs()
-        if float(margins.min()) > 1e-6:
-            assert set(mask.tolist()) == set(ids[position][is_candidate].tolist())
-        allowed = probs[position][mask.long()]
-        expected = (probs[position, token] / allowed.sum()).log()
-        assert abs(float(expected) - float(out.logprobs[position])) < 1e-4
+    assert_truncated((logits[len(prompt) - 1 : -1] / params["temperature"]).softmax(-1), out, params)
 
 
 @pytest.mark.parametrize(

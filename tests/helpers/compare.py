@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import tiny_models
 import torch
@@ -14,6 +15,7 @@ from megarl.engine.sglang_engine import Engine
 from megarl.models.registry import load_hf_config
 from megarl.models.routing import RoutingShape, routing_shape
 from megarl.models.sparse_indices import index_shape, positions
+from megarl.types import SamplingMask
 
 PROMPTS = [list(range(20, 20 + length)) for length in (3, 17, 40)]
 TOKENS = 8
@@ -59,3 +61,34 @@ def assert_matches_transformers(engine: Engine, model: PreTrainedModel, version:
         chosen = expected.gather(1, torch.tensor(out.token_ids.tolist())[:, None])[:, 0]
         gap = float((torch.tensor(out.logprobs) - chosen).abs().max())
         assert gap < 1e-5, gap
+
+
+def assert_truncated(probs: torch.Tensor, out: Generation, params: dict[str, Any]) -> None:
+    """Check masks and log-probs against `probs` [tokens, vocabulary], fp64, before truncation.
+
+    Masks are not compared where a token is within 1e-6 of the boundary. Log-probs differ by the rounding of two fp32
+    models, about 1e-5.
+    """
+    assert out.sampling_mask is not None and len(out.sampling_mask) == len(out.token_ids)
+    ordered, ids = probs.sort(-1, descending=True)
+    before = ordered.cumsum(-1) - ordered
+    sets = out.sampling_mask.ids.split(out.sampling_mask.counts.tolist())
+    for position, (mask, token) in enumerate(zip(sets, out.token_ids.tolist(), strict=True)):
+        p = ordered[position]
+        is_candidate = (torch.arange(len(p)) < params.get("top_k", len(p))) & (
+            before[position] <= params.get("top_p", 1.0)
+        )
+        is_candidate &= p >= params.get("min_p", 0.0) * p[0]
+        margins = torch.stack([before[position] - params.get("top_p", 1.0), p - params.get("min_p", 0.0) * p[0]]).abs()
+        if float(margins.min()) > 1e-6:
+            assert set(mask.tolist()) == set(ids[position][is_candidate].tolist())
+        allowed = probs[position][mask.long()]
+        expected = (probs[position, token] / allowed.sum()).log()
+        assert abs(float(expected) - float(out.logprobs[position])) < 1e-4
+
+
+def candidates(mask: SamplingMask, vocabulary: int) -> torch.Tensor:
+    """Return whether each token could be drawn, bool [tokens, vocabulary]."""
+    kept = torch.zeros(len(mask), vocabulary, dtype=torch.bool)
+    kept[torch.repeat_interleave(torch.arange(len(mask)), mask.counts), mask.ids.long()] = True
+    return kept
