@@ -40,7 +40,18 @@ from megarl.controllers.cross_tokenizer import Alignment, align_rollouts
 from megarl.controllers.mini_batches import MetricMeans
 from megarl.controllers.policy_gradient import Experience, PolicyUpdateController, policy_loss, policy_loss_columns
 from megarl.parallel.placement import BUILTIN_ROLES, role_settings
-from megarl.types import ModelOutput, Prompt, Rollouts, TokenLoss, TrainBatch, as_token_ids, reads
+from megarl.types import (
+    PLACEHOLDER,
+    ModelOutput,
+    Prompt,
+    Rollout,
+    Rollouts,
+    TokenLoss,
+    TrainBatch,
+    Turn,
+    as_token_ids,
+    reads,
+)
 from megarl.types.requirements import Requirements
 from megarl.workers.futures import Future
 from megarl.workers.worker_registry import TEACHER
@@ -318,11 +329,9 @@ def check_prompt(template: str, key: str) -> None:
 
 def fill_prompt(prompt: Prompt, template: str, key: str) -> Prompt:
     """Return the prompt with the filled `template` as the last user message; unchanged if it is empty. Raises
-    ConfigError for a column that the row lacks, and for images."""
+    ConfigError for a column that the row lacks, and for images that the template leaves out."""
     if not template:
         return prompt
-    if prompt.images:
-        raise ConfigError(f"{key}: prompt {prompt.id} has images, which a teacher's own prompt cannot have")
     last = max((i for i, message in enumerate(prompt.messages) if message["role"] == "user"), default=None)
     if last is None:
         raise ConfigError(f"{key}: prompt {prompt.id} has no user message to replace")
@@ -334,28 +343,56 @@ def fill_prompt(prompt: Prompt, template: str, key: str) -> Prompt:
         raise ConfigError(
             f"{key}: prompt {prompt.id} has no column {error.args[0]!r}; it has {', '.join(sorted(columns))}"
         ) from None
+    if text.count(PLACEHOLDER) != str(columns["prompt"]).count(PLACEHOLDER) and prompt.images:
+        raise ConfigError(
+            f"{key}: prompt {prompt.id} has images, which the teacher reads, too; let the template have {{prompt}} once"
+        )
     told = {**prompt.messages[last], "content": text}
     return replace(prompt, messages=(*prompt.messages[:last], told, *prompt.messages[last + 1 :]))
 
 
+def tell_first_turn(chat: ChatTemplate, rollout: Rollout, template: str, key: str) -> Turn:
+    """Return the first turn with the filled `template` in place of the last user message in it. Raises ConfigError."""
+    first = rollout.turns[0]
+    text, stop, span = chat.decode(first.token_ids), 0, None
+    for message in rollout.messages:  # those of later turns are not in the text
+        words = str(message.get("content") or "")
+        if message["role"] != "user" or not words:
+            continue
+        if (start := text.find(words, stop)) < 0:
+            break
+        stop = start + len(words)
+        span = start, stop, message
+    if span is None:
+        raise ConfigError(
+            f"{key}: a conversation of prompt {rollout.prompt.id} does not begin with its row's prompt, and its first "
+            "turn has no user message as its environment or agent wrote it; the teacher's prompt takes the place of one"
+        )
+    start, stop, message = span
+    told = fill_prompt(replace(rollout.prompt, messages=(message,)), template, key).messages[0]["content"]
+    ids = as_token_ids(chat.replace_text(first.token_ids, start, stop, told))
+    return replace(first, token_ids=ids, images=chat.place_images(ids, first.images))
+
+
 def replace_prompts(flow: Flow, rollouts: Rollouts, template: str, key: str) -> Rollouts:
-    """Return the rollouts with the teacher's prompt in place of their first turn, and without records of the policy's
-    experts. Collective. Raises ConfigError for a conversation that does not begin with its prompt, and for one that is
-    then longer than the model's positions."""
-    chat, heads, local = flow.data.chat, {}, []
+    """Return the rollouts with the teacher's prompt in their first turn, and without records of the policy's experts.
+
+    A conversation that does not begin with its row's prompt, because an environment or agent wrote its first messages,
+    gets the template in place of the last user message among these; all other tokens stay. Collective. Raises
+    ConfigError if there is none, and for a conversation that is then longer than the model's positions.
+    """
+    chat, local = flow.data.chat, []
+    firsts: dict[str, tuple[Turn, Turn]] = {}  # by prompt: the first turn of a sample, and the teacher's
     for rollout in rollouts.local:
         prompt, first = rollout.prompt, rollout.turns[0]
-        if prompt.id not in heads:
-            own = chat.encode_prompt(prompt)
-            heads[prompt.id] = own, chat.encode_prompt(fill_prompt(prompt, template, key))
-        own, taught = heads[prompt.id]
-        if first.is_action or not np.array_equal(first.token_ids, own):
-            raise ConfigError(
-                f"{key}: a conversation of prompt {prompt.id} does not begin with its prompt, because its environment "
-                "or agent writes the messages; a teacher with its own prompt needs the row's"
-            )
-        turns = (replace(first, token_ids=as_token_ids(taught)), *rollout.turns[1:])
-        local.append(replace(rollout, turns=turns, routing=None, sparse_indices=None))
+        if prompt.id not in firsts or firsts[prompt.id][0] != first:
+            if np.array_equal(first.token_ids, chat.render_prompt(prompt).token_ids):
+                told = chat.render_prompt(fill_prompt(prompt, template, key))
+                firsts[prompt.id] = first, replace(first, token_ids=told.token_ids, images=told.images)
+            else:
+                firsts[prompt.id] = first, tell_first_turn(chat, rollout, template, key)
+        _, first = firsts[prompt.id]
+        local.append(replace(rollout, turns=(first, *rollout.turns[1:]), routing=None, sparse_indices=None))
     result = rollouts.replace_local(local)
     longest, limit = int(result.length.max()), flow.data.max_positions
     if longest > limit:
