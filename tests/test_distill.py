@@ -109,7 +109,7 @@ def test_a_teacher_with_another_tokenizer(folder: Path, tmp_path: Path, host: st
     tokenizer["model"]["merges"] = merges[: len(merges) // 3]  # shorter pieces
     (tmp_path / "other/tokenizer.json").write_text(json.dumps(tokenizer))
     overrides = ["algorithm=distill", f"roles={{other: {{model: {tmp_path}/other}}}}", "reward.functions=[]"]
-    overrides += ["options={teachers: {other: {tokenizer: own}}}", "kl.apply_to=none"]
+    overrides += ["options={teachers: {other: {tokenizer: teacher}}}", "kl.apply_to=none"]
     overrides += ["run.num_rollout=2", "run.save_every=0", "run.export=false"]
     overrides += ["rollout.max_turns=1", "rollout.max_new_tokens=16"]
     train(folder, tmp_path / "run", *overrides, host=host)

@@ -66,8 +66,9 @@ class TeacherOptions:
     prompt: Prose = ""
     """Format string that replaces the last user message for this teacher: `{prompt}` is that message, `{ground_truth}`
     the reference answer, and other names are further columns of the row. Empty for the student's prompt."""
-    tokenizer: Literal["policy", "own"] = "policy"
-    """`own` for a model with another tokenizer, which reads texts (`controllers/cross_tokenizer.py`)."""
+    tokenizer: Literal["policy", "teacher"] = "policy"
+    """Whose tokens the teacher reads: `teacher` for a model with another tokenizer, which reads the policy's texts
+    (`controllers/cross_tokenizer.py`)."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,8 @@ class DistillOptions:
     itself before the step's updates; any other name is a model of its own: `roles: {NAME: {model: FOLDER}}`. Keys:
     `weight` among the teachers of a rollout, normalized to sum to 1; `sources`, the data sources that it teaches, all
     by default; `prompt`, a format string that it reads in place of the last user message, such as "{prompt} The
-    solution is {ground_truth}. Explain it.", with the names of the row's further columns; `tokenizer`, `own` for a
-    model with another tokenizer than the policy's, which must be the only teacher."""
+    solution is {ground_truth}. Explain it.", with the names of the row's further columns; `tokenizer`, `teacher` for
+    a model with another tokenizer than the policy's, which must be the only teacher."""
     reward_coef: Weight = 0.0
     """Weight of the reward's advantage, group-relative as in GRPO, added to the teacher's advantage on all tokens of a
     sample; 0 learns from the teacher alone."""
@@ -123,8 +124,8 @@ class DistillController(PolicyUpdateController):
             )
         options = super().read_options(config)
         for name, teacher in read_teachers(options).items():
-            if teacher.tokenizer == "own":
-                check_own_tokenizer(config, name, options)
+            if teacher.tokenizer == "teacher":
+                check_cross_tokenizer(config, name, options)
         return options
 
     @classmethod
@@ -142,8 +143,8 @@ class DistillController(PolicyUpdateController):
             super().declare_requirements(config),
             is_group_relative=options.reward_coef > 0,
             workers={name: TEACHER for name in options.teachers if name not in SELF},
-            own_tokenizer_roles=tuple(
-                name for name, teacher in read_teachers(options).items() if teacher.tokenizer == "own"
+            cross_tokenizer_roles=tuple(
+                name for name, teacher in read_teachers(options).items() if teacher.tokenizer == "teacher"
             ),
         )
 
@@ -287,6 +288,8 @@ def read_teachers(options: DistillOptions) -> dict[str, TeacherOptions]:
             raise ConfigError(
                 f"{key}: a teacher is reference, actor, or a name of its own with roles.NAME.model, not another role"
             )
+        if isinstance(tree, dict) and tree.get("tokenizer") == "own":
+            raise ConfigError(f"{key}.tokenizer=own: this value is now called teacher")
         teachers[name] = strict.build_dataclass(TeacherOptions, tree or {}, f"{key}.", root=Config)
         check_prompt(teachers[name].prompt, f"{key}.prompt")
     if not teachers:
@@ -304,9 +307,9 @@ def read_teachers(options: DistillOptions) -> dict[str, TeacherOptions]:
     return teachers
 
 
-def check_own_tokenizer(config: Config, name: str, options: DistillOptions) -> None:
+def check_cross_tokenizer(config: Config, name: str, options: DistillOptions) -> None:
     """Raise ConfigError for what a teacher with its own tokenizer cannot have."""
-    key = f"options.teachers.{name}.tokenizer=own"
+    key = f"options.teachers.{name}.tokenizer=teacher"
     if len(options.teachers) > 1:
         raise ConfigError(f"{key}: spans of text differ between teachers, so it must be the only teacher")
     if config.rollout.max_turns > 1 or config.rollout.environments:

@@ -32,7 +32,14 @@ from megarl.models.registry import family_of, num_trained_mtp
 from megarl.models.routing import routing_shape
 from megarl.models.sparse_indices import index_shape
 from megarl.parallel import device
-from megarl.parallel.placement import check_engine_ranks, prefix_role_error, role_config, role_parallel, split_role
+from megarl.parallel.placement import (
+    check_engine_ranks,
+    placement_of,
+    prefix_role_error,
+    role_config,
+    role_parallel,
+    split_role,
+)
 from megarl.parallel.policy_configs import policy_config
 from megarl.rewards.functions import check_truth_file
 from megarl.types.requirements import Requirements
@@ -67,6 +74,18 @@ def check_nodes(config: Config, declared: Requirements) -> None:
         check_engine_ranks(config)
         if rollout.tp % rollout.ep:
             raise ConfigError(f"{rollout.ep=} does not divide {rollout.tp=}")
+
+
+def check_registered_buffers(config: Config, declared: Requirements) -> None:
+    """Check that each trained role has all ranks if `train.ddp.nccl_ub` registers gradient buffers with NCCL: Megatron
+    calls `torch.distributed.barrier()` over the whole job for each buffer. Frozen roles have none."""
+    placement = placement_of(config)
+    for role in declared.trained_roles if config.train.ddp.get("nccl_ub") else ():
+        if len(placement.ranks_of(role)) < placement.world:
+            raise ConfigError(
+                f"train.ddp.nccl_ub: Megatron waits for all ranks of the job in it, but placement has the {role} on "
+                f"{placement.format_ranks(role)} only; remove one of them"
+            )
 
 
 def check_training_layout(hf: HFConfig, config: Config) -> None:

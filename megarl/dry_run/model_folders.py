@@ -390,7 +390,7 @@ def _read_role_models(
             raise ConfigError(
                 f"{source} is a classifier, {model['architectures'][0]}, which has no log-probs of tokens"
             )
-        if role in declared.own_tokenizer_roles:
+        if role in declared.cross_tokenizer_roles:
             check_positions(model, config, source)  # of about as many tokens as the policy's
             continue
         if role == "reference" and config.kl.refresh_reference_every and unique_params(hf) != unique_params(model):

@@ -221,6 +221,7 @@ def validate(
         passes(check_user_workers, config, declared, registered)
     is_layout_valid = passes(check_placement, config, declared.roles, warnings)
     is_layout_valid = is_layout_valid and passes(checks.check_nodes, config, declared)
+    is_layout_valid = is_layout_valid and passes(checks.check_registered_buffers, config, declared)
     passes(checks.check_run_dir, config)
     passes(parse_expectations, config)
     passes(check_sandbox, config, declared, warnings, dry_run)

@@ -17,7 +17,7 @@ from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import Config, ConfigError, from_dict
 from megarl.controllers.controller import load_requirements, make_controller
 from megarl.controllers.cross_tokenizer import align_answer, align_rollouts
-from megarl.controllers.distill import replace_prompts
+from megarl.controllers.distill import fill_prompt, replace_prompts
 from megarl.types import LOCAL, Comm, Image, ModelOutput, Prompt, Rollout, Rollouts, TrainBatch, Turn, as_token_ids
 from megarl.workers.futures import Future
 
@@ -236,9 +236,10 @@ def test_a_teachers_prompt_must_fit_the_data() -> None:
         run_prompted(teachers, long)
     with pytest.raises(ConfigError, match="prompt 0 does not begin with its row's"):  # the engine's has one token
         run_prompted({"reference": {"prompt": "{prompt}"}}, user_prompts("two"))
-    picture = (Image(b"png"),)
+    (picture,) = user_prompts("<image>", images=(Image(b"png"),))
     with pytest.raises(ConfigError, match=r"prompt 0 has images, .* let the template have \{prompt\} once"):
-        run_prompted({"reference": {"prompt": "{prompt}{prompt}"}}, user_prompts("<image>", images=picture))
+        fill_prompt(picture, "{prompt}{prompt}", "key")
+    assert fill_prompt(picture, "{prompt}?", "key").images == picture.images
     with pytest.raises(ConfigError, match="prompt 0 has no user message to replace"):
         run_prompted({"reference": {"prompt": "{prompt}"}}, [Prompt("0", ({"role": "system", "content": "q"},))])
 
@@ -343,8 +344,9 @@ def test_requirements() -> None:
         ({"options": {"teachers": {"actor": {}}}}, "options.teachers.actor without a prompt: .* every advantage is 0"),
         ({"options": {"teachers": {"reference": {}}}}, "options.teachers.reference without a prompt"),
         ({"options": {"teachers": {"critic": {}}}}, "options.teachers.critic: a teacher is reference, actor, or"),
-        ({"options": {"teachers": {"a": {"tokenizer": "own"}, "b": {}}}}, "it must be the only teacher"),
-        ({"options": {"teachers": {"a": {"tokenizer": "own"}}}}, "text of one answer: set rollout.max_turns=1"),
+        ({"options": {"teachers": {"a": {"tokenizer": "teacher"}, "b": {}}}}, "it must be the only teacher"),
+        ({"options": {"teachers": {"a": {"tokenizer": "own"}}}}, "a.tokenizer=own: this value is now called teacher"),
+        ({"options": {"teachers": {"a": {"tokenizer": "teacher"}}}}, "text of one answer: set rollout.max_turns=1"),
         ({"options": {"teachers": {"a": {"weight": 0}}}}, "options.teachers.a.weight"),
         ({"options": {"teachers": {"a": {"prompt": "{"}}}}, "options.teachers.a.prompt is not a format string"),
         ({"options": {"teachers": {"a": {"prompt": "{x.y}"}}}}, "{x.y} is not the name of a column"),

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from megarl.config import Config, ConfigError, from_dict
 from megarl.controllers.controller import load_requirements
-from megarl.dry_run.config_checks import check_data, check_drafts
+from megarl.dry_run.config_checks import check_data, check_drafts, check_registered_buffers
 
 pytestmark = pytest.mark.alone
 
@@ -109,6 +109,20 @@ def test_warns_of_an_environment_column_without_environments(tmp_path: Path) -> 
         f"{file}, train-1: the column 'environment' is 'Guess', but rollout.environments is empty, so no environment "
         "is used; set it, or omit the column"
     )
+
+
+def test_registered_buffers_need_all_ranks_of_trained_roles_only() -> None:
+    """Only gradient buffers are registered, at whose creation Megatron waits for the whole job."""
+
+    def check(**placement: str) -> None:
+        tree = {"algorithm": "ppo", "parallel": {"world_size": 4}, "train": {"ddp": {"nccl_ub": True}}}
+        config = from_dict({**tree, "placement": placement})
+        check_registered_buffers(config, load_requirements(config))
+
+    check(reference="0-1", rollout="2-3")
+    for trained in ("actor", "critic"):
+        with pytest.raises(ConfigError, match=rf"nccl_ub: Megatron waits .*, but placement has the {trained} on 0-1"):
+            check(**{"critic": "all", trained: "0-1"})
 
 
 def test_nan_in_the_curriculum_column_raises(tmp_path: Path) -> None:
