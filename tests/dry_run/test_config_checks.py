@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
 from megarl.config import Config, ConfigError, from_dict
 from megarl.controllers.controller import load_requirements
 from megarl.dry_run.config_checks import check_data, check_drafts, check_registered_buffers
+from megarl.dry_run.model_folders import check_same_tokenizer
 
 pytestmark = pytest.mark.alone
 
@@ -123,6 +126,27 @@ def test_registered_buffers_need_all_ranks_of_trained_roles_only() -> None:
     for trained in ("actor", "critic"):
         with pytest.raises(ConfigError, match=rf"nccl_ub: Megatron waits .*, but placement has the {trained} on 0-1"):
             check(**{"critic": "all", trained: "0-1"})
+
+
+def write_tokenizer(folder: Path, merges: list[tuple[str, str]]) -> str:
+    vocabulary = {text: number for number, text in enumerate(("a", "b", "c", "ab", "bc", "abc"))}
+    folder.mkdir()
+    Tokenizer(BPE(vocabulary, merges)).save(str(folder / "tokenizer.json"))
+    return str(folder)
+
+
+def test_models_of_the_policys_tokens_merge_as_it_does(tmp_path: Path) -> None:
+    """With equal tokens, `abc` is `ab c` or `a bc` before it is `abc`, so that `abb` or `bbc` are written otherwise."""
+    merges = [("a", "b"), ("b", "c"), ("ab", "c")]
+    config = from_dict({"model": {"path": write_tokenizer(tmp_path / "policy", merges)}})
+    check_same_tokenizer(config, "source", write_tokenizer(tmp_path / "equal", merges), "it must")
+    other = write_tokenizer(tmp_path / "other", [("a", "b"), ("b", "c"), ("a", "bc")])
+    with pytest.raises(ConfigError, match=r"source has .* tokens are equal, but not its merges, from number 2 on; it"):
+        check_same_tokenizer(config, "source", other, "it must")
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text/vocab.json").write_text(json.dumps({"a": 0, "b": 1, "c": 2, "ab": 3, "bc": 4, "abc": 5}))
+    (tmp_path / "text/merges.txt").write_text("#version: 0.2\na b\nb c\nab c\n")
+    check_same_tokenizer(config, "source", str(tmp_path / "text"), "it must")
 
 
 def test_nan_in_the_curriculum_column_raises(tmp_path: Path) -> None:
