@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from megarl.checkpoint import disk_space
 from megarl.config import Config, ConfigError, DataConfig, LoraConfig, server_args
 from megarl.config.paths import is_hub_name
 from megarl.controllers.mini_batches import load_policy_loss
-from megarl.data.datasets import check_first_rows
+from megarl.data.datasets import check_first_rows, iter_prompts
 from megarl.data.loader import check_files, check_no_nan
 from megarl.engine import tool_calls
 from megarl.environments.catalog import COLUMN
@@ -45,6 +46,7 @@ from megarl.rewards.functions import check_truth_file
 from megarl.types.requirements import Requirements
 
 MIN_TEMPERATURE = 0.001
+_IMAGE_ROWS = 100  # of each file, from which the size of images is estimated
 
 
 def data_parallel_size(config: Config, declared: Requirements) -> int:
@@ -482,6 +484,22 @@ def _describe_overlap(data: DataConfig, train: Mapping[str, str], held_out: Mapp
         return ""
     example = f"{held_out[common[0]]} as {train[common[0]]}"
     return f"data.eval: {len(common)} of the first {len(held_out)} rows are also in data.train, such as {example}"
+
+
+def mean_image_bytes(config: Config) -> float:
+    """Return the mean bytes of the image files of a prompt, over the first rows of the files of `data.train` that
+    exist; 0 without images, or if `check_data` fails."""
+    data = config.data
+    try:
+        sizes = [
+            sum(len(image.data) for image in prompt.images)
+            for path in data.train
+            if os.path.exists(path)
+            for _, prompt in islice(iter_prompts(Path(path), data.prompt_key, data.label_key), _IMAGE_ROWS)
+        ]
+    except ConfigError:
+        return 0.0
+    return sum(sizes) / max(1, len(sizes))
 
 
 def check_data(config: Config, declared: Requirements, dry_run: bool, warnings: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from pathlib import Path
@@ -15,7 +16,7 @@ from tokenizers.models import BPE
 
 from megarl.config import Config, ConfigError, from_dict
 from megarl.controllers.controller import load_requirements
-from megarl.dry_run.config_checks import check_data, check_drafts, check_registered_buffers
+from megarl.dry_run.config_checks import check_data, check_drafts, check_registered_buffers, mean_image_bytes
 from megarl.dry_run.model_folders import check_same_tokenizer
 
 pytestmark = pytest.mark.alone
@@ -147,6 +148,15 @@ def test_models_of_the_policys_tokens_merge_as_it_does(tmp_path: Path) -> None:
     (tmp_path / "text/vocab.json").write_text(json.dumps({"a": 0, "b": 1, "c": 2, "ab": 3, "bc": 4, "abc": 5}))
     (tmp_path / "text/merges.txt").write_text("#version: 0.2\na b\nb c\nab c\n")
     check_same_tokenizer(config, "source", str(tmp_path / "text"), "it must")
+
+
+def test_mean_size_of_images(tmp_path: Path) -> None:
+    """Two images of 3 and 5 bytes in a row, none in the other."""
+    images = [{"bytes": base64.b64encode(data).decode()} for data in (b"abc", b"abcde")]
+    rows = [{"prompt": "<image><image>", "images": images, "label": 1}, {"prompt": "x", "label": 1}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert mean_image_bytes(from_dict({"data": {"train": [str(tmp_path / "a.jsonl"), "no.jsonl"]}})) == 4
+    assert mean_image_bytes(from_dict({})) == 0
 
 
 def test_nan_in_the_curriculum_column_raises(tmp_path: Path) -> None:
