@@ -120,10 +120,10 @@ def _parse_prompt(
 ) -> Prompt:
     check_media(row, location)
     rest = dict(row)
-    column, inline = take_images(rest, location), list[bytes | None]()
+    attached, inline = take_images(rest, location), list[bytes | None]()
     prompt = _pop_column(rest, row, prompt_key, location, "data.prompt_key")
     messages = parse_chat_messages(prompt, location, prompt_key, images=inline)
-    images = join_images(column, inline, messages, location)
+    images = join_images(attached, inline, messages, location)
     if messages[-1]["role"] == "assistant":
         raise ConfigError(f"{location}: {prompt_key!r} ends with the assistant's words, so there is nothing to answer")
     reward_model = rest.get("reward_model")
