@@ -254,7 +254,9 @@ def join_images(
     if column and parts:
         raise ConfigError(f"{location}: there are images in 'images' and in the messages; keep one of them")
     if len(parts) < len(inline) and not column:
-        raise ConfigError(f"{location}: a part of type 'image' has no image, and there is no column 'images'; add one")
+        raise ConfigError(
+            f"{location}: a part of type 'image' or 'image_url' has no image, and there is no column 'images'; add one"
+        )
     images = column or parts
     if not images:
         return []

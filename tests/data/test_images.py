@@ -196,7 +196,10 @@ def test_both_answers_of_a_pair_have_the_images_of_their_prompt(tmp_path: Path, 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"images": []}, "a part of type 'image' has no image, and there is no column 'images'; add one"),
+        (
+            {"images": []},
+            "a part of type 'image' or 'image_url' has no image, and there is no column 'images'; add one",
+        ),
         ({"chosen": "See <image>"}, "there are 1 images, but <image> occurs 2 times in the messages"),
         ({"prompt": "How many?", "chosen": "See <image>"}, "the assistant's words hold <image>, but the policy writes"),
         ({"images": [{"bytes": "AAAA"}]}, "no image that Pillow reads"),
