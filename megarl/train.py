@@ -112,6 +112,7 @@ def start_ranks(config: Config, arguments: Sequence[str]) -> int:
     from megarl.launch import launcher, restarts
     from megarl.observe import run_folder
     from megarl.parallel.placement import describe_rank_roles
+    from megarl.parallel.policy_configs import list_engine_roles
     from megarl.parallel.rendezvous import serve_local_store
 
     validate(config).raise_errors()
@@ -133,7 +134,7 @@ def start_ranks(config: Config, arguments: Sequence[str]) -> int:
             command, world, saves_on_sigterm=config.run.save_every > 0, roles=roles, pending=pending
         )
         host = None
-        if requirements.has_rollout and not config.rollout.replay and HOST_VARIABLE not in os.environ:
+        if list_engine_roles(config, requirements.roles) and HOST_VARIABLE not in os.environ:
             with launcher.block_signals((signal.SIGINT, signal.SIGUSR1)):
                 host = start_host(config)  # shared by all engines; they load while the ranks start
             environment = {**environment, HOST_VARIABLE: host.path}

@@ -47,7 +47,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def overrides_of(folder: Path, run: pairwise.Run) -> list[str]:
-    return [f"model.path={folder}/mtp", *COMMON, *pairwise.overrides_of(run)]
+    settings = [override.replace("MODEL", f"{folder}/mtp") for override in pairwise.overrides_of(run)]
+    return [f"model.path={folder}/mtp", *COMMON, *settings]
 
 
 def errors_of(folder: Path, run: pairwise.Run) -> list[str]:
@@ -87,4 +88,6 @@ def test_trains_two_steps(folder: Path, host: str, tmp_path: Path, number: int) 
         assert gaps or row.get("rollout/staleness_mean", 0) > 0, (run, row)  # with `wait` a whole step may be stale
     if is_replayed:
         settings += ["run.export=true"]
-        assert_replays(lambda target, replay: train(folder, target, *settings, replay), tmp_path / "run", "data/epoch")
+        assert_replays(
+            lambda target, replay: train(folder, target, *settings, replay, host=host), tmp_path / "run", "data/epoch"
+        )  # a judge has engines in a replay, too

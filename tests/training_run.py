@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +140,18 @@ def descendants(pid: int) -> list[int]:
     return result
 
 
-def make_folder(target: Path, family: str) -> Path:
-    command = [sys.executable, "tools/make_quickstart.py", str(target), "--family", family]
+@cache
+def _quickstart(family: str) -> Path:
+    """Return a quickstart folder of a family, which this process makes once."""
+    target = Path(tempfile.mkdtemp(prefix="megarl-quickstart-")) / "q"
+    atexit.register(shutil.rmtree, target.parent, ignore_errors=True)
+    sizes = ["--train", "512", "--held-out", "64", "--demonstrations", "2000"]  # each rank of each run reads them
+    command = [sys.executable, "tools/make_quickstart.py", str(target), "--family", family, *sizes]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    return target
+
+
+def make_folder(target: Path, family: str) -> Path:
+    """Write a model of a family and data sets of the quickstart into a folder; return the folder."""
+    shutil.copytree(_quickstart(family), target)
     return target

@@ -24,6 +24,16 @@ from megarl.config.command_line import Parser, run_cli
 Setting = tuple[str, str]
 """A feature and one of its settings."""
 
+JUDGE = {
+    "judge": {"backend": "sglang", "model": "MODEL", "rollout": {"max_context": 512, "concurrency": 8}},
+    "reward": {
+        "backend": "judge",
+        # A grammar makes the random weights of a tiny model state a score.
+        "options": {"prompt": "{answer} {ground_truth}?", "request": {"max_tokens": 12, "regex": "Score: [0-9]"}},
+    },
+}
+"""Roles of a reward that a model on engines of its own gives. MODEL is the folder of the model."""
+
 FEATURES: dict[str, dict[str, Sequence[str]]] = {
     "algorithm": {
         "grpo": ("algorithm=grpo",),
@@ -31,6 +41,7 @@ FEATURES: dict[str, dict[str, Sequence[str]]] = {
         "dapo": ("algorithm=dapo", "options.max_num_gen_batches=2"),
         "remax": ("algorithm=remax",),
         "pf_ppo": ("algorithm=pf_ppo",),
+        "ppo and remax": ("algorithm=megarl.controllers.policies:PPOAndReMaxController",),
     },
     "generation": {
         "synchronous": (),
@@ -59,6 +70,7 @@ FEATURES: dict[str, dict[str, Sequence[str]]] = {
         "environment": ("rollout.tools=[]", "rollout.environments=[megarl.environments.ready.guess:Guess]"),
         "agent": ("rollout.tools=[]", "rollout.environments=[example_agents:calculating]"),
     },
+    "reward": {"function": (), "function and judge": (f"roles={json.dumps(JUDGE)}",)},
     "weights": {"full": (), "LoRA": ("lora.rank=4",)},
     "drafts": {"none": (), "MTP": ("rollout.num_speculative_tokens=2",)},
     "layout": {
