@@ -91,7 +91,8 @@ class ItemReader:
 
         def load(path: str, name: str, order: str) -> tuple[TableDataset[Rollout], np.ndarray | None]:
             answers = answer_key(self.config)
-            conversations = read_conversations(path, self.chat.tokenizer, None, data.prompt_key, answers, name, order)
+            columns = data.prompt_key, answers, name, order
+            conversations = read_conversations(path, self.chat.tokenizer, None, *columns, self.chat.images)
             lengths = ranks.split_work(len(conversations), lambda index: conversations[index].num_tokens)
             fitting = [index for index, length in enumerate(lengths) if length <= longest]
             dropped = len(conversations) - len(fitting)
@@ -114,7 +115,8 @@ class ItemReader:
         longest = self.max_positions
 
         def load(path: str, name: str, order: str) -> tuple[TableDataset[Pair], np.ndarray | None]:
-            pairs, dropped = read_preferences(path, self.chat.tokenizer, budget, longest, name, order)
+            limits = budget, longest
+            pairs, dropped = read_preferences(path, self.chat.tokenizer, *limits, name, order, self.chat.images)
             if dropped:
                 self.notes.append(
                     f"{path}: {dropped} of {len(pairs) + dropped} pairs are excluded: together longer than the "

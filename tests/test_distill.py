@@ -58,7 +58,14 @@ def test_reverse_kl_to_the_teacher_falls(folder: Path, tmp_path: Path, host: str
     assert "reverse KL to the teacher" in (tmp_path / "run" / "log.txt").read_text()
 
 
-def test_two_teachers_of_which_one_is_the_policy_that_knows_the_answer(folder: Path, tmp_path: Path, host: str) -> None:
+@pytest.mark.parametrize(
+    "environment",
+    ["", pytest.param("toy_environments:Waits", marks=pytest.mark.nightly)],  # it writes the first messages
+    ids=["rows", "environment"],
+)
+def test_two_teachers_of_which_one_is_the_policy_that_knows_the_answer(
+    environment: str, folder: Path, tmp_path: Path, host: str
+) -> None:
     """Two steps on two ranks; the recorded advantages of the first are those of transformers' log-probs."""
     hint = " The result is {}."
     teachers = f'{{reference: {{prompt: "{{prompt}}{hint.format("{ground_truth}")}"}}, big: {{weight: 3}}}}'
@@ -69,6 +76,7 @@ def test_two_teachers_of_which_one_is_the_policy_that_knows_the_answer(folder: P
     ]
     overrides += ["run.num_rollout=2", "run.save_every=0", "run.export=false", "reward.functions=[]"]
     overrides += ["rollout.max_turns=1", "rollout.max_new_tokens=16", "kl.apply_to=none"]
+    overrides += [f"rollout.environments=[{environment}]"] if environment else []
     train(folder, tmp_path / "run", *overrides, host=host)
     rows = read_metrics(tmp_path / "run")
     assert len(rows) == 2 and all(row["actor/skipped"] == 0 and row["actor/grad_norm"] > 0 for row in rows)
@@ -79,7 +87,7 @@ def test_two_teachers_of_which_one_is_the_policy_that_knows_the_answer(folder: P
     for record in records[:4]:
         prompt, (first, turn, *_) = record.rollout.prompt, record.rollout.turns
         question, text = prompt.messages[-1]["content"], tokenizer.decode(first.token_ids)
-        assert text.count(question) == 1
+        assert text.count(question) == 1 and ("Wait." in text) == bool(environment)
         told = text.replace(question, question + hint.format(prompt.ground_truth))
         heads = first.token_ids.tolist(), tokenizer.encode(told, add_special_tokens=False)
         own, knowing, large = (
@@ -101,7 +109,7 @@ def test_a_teacher_with_another_tokenizer(folder: Path, tmp_path: Path, host: st
     tokenizer["model"]["merges"] = merges[: len(merges) // 3]  # shorter pieces
     (tmp_path / "other/tokenizer.json").write_text(json.dumps(tokenizer))
     overrides = ["algorithm=distill", f"roles={{other: {{model: {tmp_path}/other}}}}", "reward.functions=[]"]
-    overrides += ["options={teachers: {other: {tokenizer: own}}}", "kl.apply_to=none"]
+    overrides += ["options={teachers: {other: {tokenizer: teacher}}}", "kl.apply_to=none"]
     overrides += ["run.num_rollout=2", "run.save_every=0", "run.export=false"]
     overrides += ["rollout.max_turns=1", "rollout.max_new_tokens=16"]
     train(folder, tmp_path / "run", *overrides, host=host)

@@ -386,10 +386,16 @@ def test_one_engine_resumes_partial_groups_of_two(oversampled: Path, folder: Pat
             )
 
 
+LORA = ["lora.rank=32", "lora.alpha=64"]
+
+
 @pytest.mark.nightly
-@pytest.mark.parametrize(("family", "prefix"), [("deepseek_v3", "model.layers.2."), ("qwen3_next", "mtp.")])
+@pytest.mark.parametrize(
+    ("family", "prefix", "lora"),
+    [("deepseek_v3", "model.layers.2.", []), ("qwen3_next", "mtp.", []), ("deepseek_v3", "model.layers.2.", LORA)],
+)
 def test_mtp_training_raises_draft_acceptance(
-    family: str, prefix: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str
+    family: str, prefix: str, lora: list[str], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
     """Equal rewards leave only the multi-token prediction layer to learn. Acceptance rises only if the weight sync
     updates the draft model of the two-rank engine from the second pipeline stage."""
@@ -414,18 +420,17 @@ def test_mtp_training_raises_draft_acceptance(
         *("parallel.tp=1", "parallel.pp=2", "parallel.ep=1", "run.num_rollout=5", "run.save_every=0"),
         *("actor_optimizer.lr=0.01", "actor_optimizer.schedule=constant", "actor_optimizer.weight_decay=0"),
     ]
-    train(folder, tmp_path / "run", *overrides, host=host)
+    train(folder, tmp_path / "run", *overrides, *lora, host=host)
     rows = read_metrics(tmp_path / "run")
     assert rows[0]["rollout/spec_accept_rate"] < 0.02 and rows[4]["rollout/spec_accept_rate"] > 0.06
     assert rows[4]["actor/mtp_loss"] < rows[0]["actor/mtp_loss"] - 1.0
     assert max(row["rollout/logprob_diff_p95"] for row in rows) <= 1e-4
     before, after = (load_file(path / "model.safetensors") for path in (model, tmp_path / "run" / "export"))
     assert before.keys() == after.keys()
-    copies = ("embed_tokens.weight", "shared_head.head.weight")
+    untrained = ["embed_tokens.weight", "shared_head.head.weight", "e_score_correction_bias"]
+    untrained += ["norm.weight", "mlp.gate.weight"] if lora else []
     changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert changed == {
-        name for name in before if name.startswith(prefix) and not name.endswith((*copies, "e_score_correction_bias"))
-    }
+    assert changed == {name for name in before if name.startswith(prefix) and not name.endswith(tuple(untrained))}
 
 
 def test_drafts_with_truncated_sampling(folder: Path, tmp_path: Path, host: str) -> None:

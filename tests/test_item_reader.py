@@ -45,7 +45,9 @@ def reader(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     def make(**data: Any) -> ItemReader:
         config = from_dict({"data": data, "rollout": {"max_context": 10}, "run": {"num_rollout": 10}})
         chat: Any = SimpleNamespace(
-            encode_prompt=lambda prompt: [0] * len(prompt.messages[0]["content"]), tokenizer=CharTokenizer()
+            encode_prompt=lambda prompt: [0] * len(prompt.messages[0]["content"]),
+            tokenizer=CharTokenizer(),
+            images=None,
         )
         job: Any = SimpleNamespace(rank=0, world=1)
         return ItemReader(config, load_hf_config(ROOT / "configs/models/qwen2.5_0.5b.json"), chat, job)

@@ -41,15 +41,29 @@ from plan_reshard import MAX_NUMBER, MODELS, model_config, sizes  # noqa: E402
 
 LAYOUT = {"tp": 1, "pp": 1, "vpp": 1, "cp": 1, "ep": 1, "etp": 1}
 ENGINE = {"tp": 1, "ep": 1}
+FROZEN = ("reference", "reward", "teacher")
 MAX_ROWS = 8  # layouts to show of those that a search finds
 MOST_MEASURED = 4e9  # bytes of states on all ranks; --measure must fit a small machine
 
 
+def parse_frozen(options: argparse.Namespace) -> dict[str, str]:
+    """Return the names of the models that are not trained, by role."""
+    pairs = [text.partition("=") for text in options.frozen]
+    if bad := next((role for role, _, name in pairs if role not in FROZEN or not name), None):
+        raise ConfigError(f"--frozen {bad}: write ROLE=MODEL, with one of the roles {', '.join(FROZEN)}")
+    return {role: name for role, _, name in pairs}
+
+
 def base_config(options: argparse.Namespace, world: int, engine: dict[str, int]) -> Config:
     """Return the configuration that all layouts share."""
+    frozen = parse_frozen(options)
+    roles = {role: {"model": name} for role, name in frozen.items() if role != "reward"}
     return from_dict(
         {
             "algorithm": options.algorithm,
+            "roles": roles,
+            "reward": {"model": frozen.get("reward", "")},
+            **({"kl": {"apply_to": "none"}} if options.algorithm == "distill" else {}),
             "model": {"dtype": options.dtype},
             "parallel": {"world_size": world, "ranks_per_node": options.gpus_per_node},
             "rollout": {
@@ -177,7 +191,18 @@ def plan(options: argparse.Namespace, hf: HFConfig, console: Console) -> int:
         config = base_config(options, world, engine)
         declared = load_requirements(config)
         critic = hf if "critic" in declared.roles else None
-        return Search(hf, critic, config, declared, options.gpu_gb * 1e9, time, modes, should_size_engines=not engine)
+        frozen = {role: model_config(name) for role, name in parse_frozen(options).items()}
+        if missing := sorted(frozen.keys() - set(declared.roles)):
+            raise ConfigError(
+                f"--frozen {missing[0]}: --algorithm {options.algorithm} has no such role; it has "
+                f"{', '.join(declared.roles)}"
+            )
+        if "teacher" in declared.roles and "teacher" not in frozen:
+            raise ConfigError(
+                f"--algorithm {options.algorithm} has a teacher; give its model by --frozen teacher=MODEL"
+            )
+        gpu_bytes, sizes_engines = options.gpu_gb * 1e9, not engine
+        return Search(hf, critic, config, declared, gpu_bytes, time, modes, sizes_engines, frozen)
 
     search = get_search(worlds[0])
     evaluated: list[LayoutPlan] = []
@@ -328,7 +353,16 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--gpu-gb", type=float_in_range(), default=80, help="GB of a GPU (default %(default)g)")
     parser.add_argument("--gpus-per-node", type=int_in_range(most=MAX_NUMBER), default=8)
-    parser.add_argument("--algorithm", choices=("ppo", "grpo", "sft"), default="grpo", help="default %(default)s")
+    parser.add_argument(
+        "--algorithm", choices=("ppo", "grpo", "distill", "sft"), default="grpo", help="default %(default)s"
+    )
+    parser.add_argument(
+        "--frozen",
+        nargs="+",
+        default=[],
+        metavar="ROLE=MODEL",
+        help=f"models that are not trained, of {', '.join(FROZEN)}, in the policy's layout",
+    )
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--rollout", default="", metavar="SIZES", help="tp=32[,ep=32]; default: the smallest that fits")
     parser.add_argument("--recompute", choices=RECOMPUTE_MODES, default="", help="default: the least that fits")

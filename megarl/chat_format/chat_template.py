@@ -11,14 +11,12 @@ format consist of several messages (`harmony.py`).
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from megarl.chat_format import harmony
 from megarl.chat_format.chat_messages import (
@@ -38,13 +36,13 @@ from megarl.chat_format.chat_messages import (
     read_eos_ids,
 )
 from megarl.config import ConfigError
-from megarl.data.images import ImageProcessor
+from megarl.data.images import ImageFormat, ImageProcessor
 from megarl.environments.catalog import EnvironmentCatalog
 from megarl.environments.protocol import EnvironmentInfo
 from megarl.environments.tools import Tool
 from megarl.models.config_json import need
 from megarl.models.registry import VISION_FAMILIES, load_hf_config
-from megarl.types import PLACEHOLDER, Ids, Image, Message, Prompt, as_token_ids
+from megarl.types import Ids, Image, Message, Prompt, as_token_ids
 from megarl.utils.text import replace_surrogates
 
 _TOKENIZER_METHODS = ("encode", "_encode_plus", "decode", "_decode")
@@ -63,66 +61,22 @@ def _find_backend(tokenizer: Any) -> Any:
     return None if backend.encode_special_tokens else backend
 
 
-class ImageFormat:
-    """How a model with a vision tower reads images: the tokens that stand for one, and its processor.
-
-    An image is written as the model's own chat template writes it: a start, its tokens, and an end.
-    """
-
-    def __init__(self, start: str, token: str, end: str, token_id: int, processor: ImageProcessor) -> None:
-        self._start, self._token, self._end, self.token_id, self.processor = start, token, end, token_id, processor
-
-    @classmethod
-    def load(cls, folder: str, tokenizer: Any) -> ImageFormat | None:
-        """Return the format of an HF folder; None if its model reads no images. Raises ConfigError."""
-        file = Path(folder, "config.json")
-        hf = load_hf_config(file) if file.is_file() else {}
-        vision = VISION_FAMILIES.get(next(iter(hf.get("architectures") or ()), ""))
-        if vision is None:
-            return None
-        names = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
-        ids = [int(need(hf, name)) for name in names]
-        texts = [str(token) for token in tokenizer.convert_ids_to_tokens(ids)]
-        for name, token, text in zip(names, ids, texts, strict=True):
-            if tokenizer.encode(text, add_special_tokens=False) != [token]:
-                raise ConfigError(f"model.path: config.json has {name}={token}, which is no token of its own: {text!r}")
-        processor = ImageProcessor.load(folder, int(vision.config(hf)["spatial_merge_size"]))
-        start, pad, end = texts
-        return cls(start, pad, end, ids[1], processor)
-
-    def insert(self, text: str, images: Sequence[Image], subject: str) -> str:
-        """Replace each `PLACEHOLDER` of a rendered text by the tokens of an image. Raises ConfigError."""
-        parts = text.split(PLACEHOLDER)
-        if len(parts) != len(images) + 1:
-            raise ConfigError(
-                f"{subject} has {len(images)} images, but the chat template writes {PLACEHOLDER} {len(parts) - 1} times"
-            )
-        result = parts[0]
-        for image, part in zip(images, parts[1:], strict=True):
-            count = self._read(image, subject).num_tokens
-            result += self._start + self._token * count + self._end + part
-        return result
-
-    def place(self, ids: Ids | Sequence[int], images: Sequence[Image], subject: str) -> tuple[Image, ...]:
-        """Return the images with their grids and with the starts of their tokens in `ids`. Raises ConfigError."""
-        indices = np.flatnonzero(np.asarray(ids) == self.token_id)
-        placed, stop = [], 0
-        for image in images:
-            read = self._read(image, subject)
-            span = indices[stop : stop + read.num_tokens]
-            if len(span) < read.num_tokens or span[-1] - span[0] != len(span) - 1:
-                break
-            placed.append(replace(read, start=int(span[0])))
-            stop += read.num_tokens
-        if len(placed) < len(images) or stop != len(indices):
-            raise ConfigError(f"{subject} spells the image token {self._token}, which stands for an image; remove it")
-        return tuple(placed)
-
-    def _read(self, image: Image, subject: str) -> Image:
-        try:
-            return self.processor.read(image.data)
-        except ValueError as error:
-            raise ConfigError(f"{subject}: {error}") from None
+def load_image_format(folder: str, tokenizer: Any) -> ImageFormat | None:
+    """Return how the model of an HF folder reads images; None if it reads none. Raises ConfigError."""
+    file = Path(folder, "config.json")
+    hf = load_hf_config(file) if file.is_file() else {}
+    vision = VISION_FAMILIES.get(next(iter(hf.get("architectures") or ()), ""))
+    if vision is None:
+        return None
+    names = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
+    ids = [int(need(hf, name)) for name in names]
+    texts = [str(token) for token in tokenizer.convert_ids_to_tokens(ids)]
+    for name, token, text in zip(names, ids, texts, strict=True):
+        if tokenizer.encode(text, add_special_tokens=False) != [token]:
+            raise ConfigError(f"model.path: config.json has {name}={token}, which is no token of its own: {text!r}")
+    processor = ImageProcessor.load(folder, int(vision.config(hf)["spatial_merge_size"]))
+    start, pad, end = texts
+    return ImageFormat(start, pad, end, ids[1], processor)
 
 
 _POLICY_TURN = "POLICYTURN"  # placeholder for the policy's text: a word that no template adds or changes
@@ -203,7 +157,7 @@ class ChatTemplate:
         if not Path(folder, "tokenizer.json").exists() and Path(folder, "tokenizer.model").exists():
             _check_sentencepiece(tokenizer, folder)
         eos = read_eos_ids(Path(folder, "generation_config.json"))
-        return cls(tokenizer, tools, eos, environments, ImageFormat.load(folder, tokenizer))
+        return cls(tokenizer, tools, eos, environments, load_image_format(folder, tokenizer))
 
     def check_vocabulary(self, size: int) -> None:
         """Raise ConfigError if the tokenizer has ids outside a vocabulary of `size`."""
@@ -271,6 +225,29 @@ class ChatTemplate:
         if backend is not None and backend.truncation is None and backend.padding is None:  # other code may set these
             return list(backend.encode(text, add_special_tokens=False).ids)
         return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def replace_text(self, ids: Ids | Sequence[int], start: int, stop: int, text: str) -> list[int]:
+        """Return ids with characters `start` to `stop` of their decoded text replaced by `text`.
+
+        Tokens of the other characters stay, except those that hold replaced characters, too.
+        """
+        tokens = as_token_ids(ids).tolist()
+        whole = self.decode(tokens)
+
+        def num_chars_before(index: int) -> int:
+            """Return how many characters the first tokens decode to; -1 if they end within a character."""
+            head = self.decode(tokens[:index])
+            return len(head) if whole.startswith(head) else -1
+
+        first = bisect_right(range(len(tokens)), start, key=lambda index: len(self.decode(tokens[:index]))) - 1
+        while not 0 <= num_chars_before(first) <= start:
+            first -= 1
+        last = bisect_left(range(len(tokens)), stop, key=lambda index: len(self.decode(tokens[:index])))
+        while last < len(tokens) and num_chars_before(last) < stop:
+            last += 1
+        before, after = num_chars_before(first), num_chars_before(last)
+        changed = whole[before:start] + text + whole[stop:after]
+        return [*tokens[:first], *self.encode(changed), *tokens[last:]]
 
     @cached_property
     def end_of_turn(self) -> int:

@@ -211,7 +211,7 @@ class TrainConfig:
     mtp_loss_coef: Weight = 0.0
     """Loss weight of the policy's multi-token prediction layers, which then learn to predict the policy's tokens,
     without a gradient into the rest of the model (arXiv:2412.19437 section 2.2; it uses 0.3 and later 0.1, section
-    4.2); 0 does not train them."""
+    4.2); 0 does not train them. With `lora.rank` their linear layers get adapters like the decoder's."""
     deterministic: bool = False
     """Make equal runs give bitwise equal results on GPUs, too; on CPUs they always do. Slower, and on Hopper the
     backward pass of cuDNN's attention then takes 128 B x sequences x heads x longest length^2 per micro-batch: 256 GiB

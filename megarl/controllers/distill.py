@@ -40,7 +40,18 @@ from megarl.controllers.cross_tokenizer import Alignment, align_rollouts
 from megarl.controllers.mini_batches import MetricMeans
 from megarl.controllers.policy_gradient import Experience, PolicyUpdateController, policy_loss, policy_loss_columns
 from megarl.parallel.placement import BUILTIN_ROLES, role_settings
-from megarl.types import ModelOutput, Prompt, Rollouts, TokenLoss, TrainBatch, as_token_ids, reads
+from megarl.types import (
+    PLACEHOLDER,
+    ModelOutput,
+    Prompt,
+    Rollout,
+    Rollouts,
+    TokenLoss,
+    TrainBatch,
+    Turn,
+    as_token_ids,
+    reads,
+)
 from megarl.types.requirements import Requirements
 from megarl.workers.futures import Future
 from megarl.workers.worker_registry import TEACHER
@@ -55,8 +66,9 @@ class TeacherOptions:
     prompt: Prose = ""
     """Format string that replaces the last user message for this teacher: `{prompt}` is that message, `{ground_truth}`
     the reference answer, and other names are further columns of the row. Empty for the student's prompt."""
-    tokenizer: Literal["policy", "own"] = "policy"
-    """`own` for a model with another tokenizer, which reads texts (`controllers/cross_tokenizer.py`)."""
+    tokenizer: Literal["policy", "teacher"] = "policy"
+    """Whose tokens the teacher reads: `teacher` for a model with another tokenizer, which reads the policy's texts
+    (`controllers/cross_tokenizer.py`)."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +78,8 @@ class DistillOptions:
     itself before the step's updates; any other name is a model of its own: `roles: {NAME: {model: FOLDER}}`. Keys:
     `weight` among the teachers of a rollout, normalized to sum to 1; `sources`, the data sources that it teaches, all
     by default; `prompt`, a format string that it reads in place of the last user message, such as "{prompt} The
-    solution is {ground_truth}. Explain it.", with the names of the row's further columns; `tokenizer`, `own` for a
-    model with another tokenizer than the policy's, which must be the only teacher."""
+    solution is {ground_truth}. Explain it.", with the names of the row's further columns; `tokenizer`, `teacher` for
+    a model with another tokenizer than the policy's, which must be the only teacher."""
     reward_coef: Weight = 0.0
     """Weight of the reward's advantage, group-relative as in GRPO, added to the teacher's advantage on all tokens of a
     sample; 0 learns from the teacher alone."""
@@ -112,8 +124,8 @@ class DistillController(PolicyUpdateController):
             )
         options = super().read_options(config)
         for name, teacher in read_teachers(options).items():
-            if teacher.tokenizer == "own":
-                check_own_tokenizer(config, name, options)
+            if teacher.tokenizer == "teacher":
+                check_cross_tokenizer(config, name, options)
         return options
 
     @classmethod
@@ -131,8 +143,8 @@ class DistillController(PolicyUpdateController):
             super().declare_requirements(config),
             is_group_relative=options.reward_coef > 0,
             workers={name: TEACHER for name in options.teachers if name not in SELF},
-            own_tokenizer_roles=tuple(
-                name for name, teacher in read_teachers(options).items() if teacher.tokenizer == "own"
+            cross_tokenizer_roles=tuple(
+                name for name, teacher in read_teachers(options).items() if teacher.tokenizer == "teacher"
             ),
         )
 
@@ -276,6 +288,8 @@ def read_teachers(options: DistillOptions) -> dict[str, TeacherOptions]:
             raise ConfigError(
                 f"{key}: a teacher is reference, actor, or a name of its own with roles.NAME.model, not another role"
             )
+        if isinstance(tree, dict) and tree.get("tokenizer") == "own":
+            raise ConfigError(f"{key}.tokenizer=own: this value is now called teacher")
         teachers[name] = strict.build_dataclass(TeacherOptions, tree or {}, f"{key}.", root=Config)
         check_prompt(teachers[name].prompt, f"{key}.prompt")
     if not teachers:
@@ -293,9 +307,9 @@ def read_teachers(options: DistillOptions) -> dict[str, TeacherOptions]:
     return teachers
 
 
-def check_own_tokenizer(config: Config, name: str, options: DistillOptions) -> None:
+def check_cross_tokenizer(config: Config, name: str, options: DistillOptions) -> None:
     """Raise ConfigError for what a teacher with its own tokenizer cannot have."""
-    key = f"options.teachers.{name}.tokenizer=own"
+    key = f"options.teachers.{name}.tokenizer=teacher"
     if len(options.teachers) > 1:
         raise ConfigError(f"{key}: spans of text differ between teachers, so it must be the only teacher")
     if config.rollout.max_turns > 1 or config.rollout.environments:
@@ -318,11 +332,9 @@ def check_prompt(template: str, key: str) -> None:
 
 def fill_prompt(prompt: Prompt, template: str, key: str) -> Prompt:
     """Return the prompt with the filled `template` as the last user message; unchanged if it is empty. Raises
-    ConfigError for a column that the row lacks, and for images."""
+    ConfigError for a column that the row lacks, and for images that the template leaves out."""
     if not template:
         return prompt
-    if prompt.images:
-        raise ConfigError(f"{key}: prompt {prompt.id} has images, which a teacher's own prompt cannot have")
     last = max((i for i, message in enumerate(prompt.messages) if message["role"] == "user"), default=None)
     if last is None:
         raise ConfigError(f"{key}: prompt {prompt.id} has no user message to replace")
@@ -334,28 +346,56 @@ def fill_prompt(prompt: Prompt, template: str, key: str) -> Prompt:
         raise ConfigError(
             f"{key}: prompt {prompt.id} has no column {error.args[0]!r}; it has {', '.join(sorted(columns))}"
         ) from None
+    if text.count(PLACEHOLDER) != str(columns["prompt"]).count(PLACEHOLDER) and prompt.images:
+        raise ConfigError(
+            f"{key}: prompt {prompt.id} has images, which the teacher reads, too; let the template have {{prompt}} once"
+        )
     told = {**prompt.messages[last], "content": text}
     return replace(prompt, messages=(*prompt.messages[:last], told, *prompt.messages[last + 1 :]))
 
 
+def tell_first_turn(chat: ChatTemplate, rollout: Rollout, template: str, key: str) -> Turn:
+    """Return the first turn with the filled `template` in place of the last user message in it. Raises ConfigError."""
+    first = rollout.turns[0]
+    text, stop, span = chat.decode(first.token_ids), 0, None
+    for message in rollout.messages:  # those of later turns are not in the text
+        words = str(message.get("content") or "")
+        if message["role"] != "user" or not words:
+            continue
+        if (start := text.find(words, stop)) < 0:
+            break
+        stop = start + len(words)
+        span = start, stop, message
+    if span is None:
+        raise ConfigError(
+            f"{key}: a conversation of prompt {rollout.prompt.id} does not begin with its row's prompt, and its first "
+            "turn has no user message as its environment or agent wrote it; the teacher's prompt takes the place of one"
+        )
+    start, stop, message = span
+    told = fill_prompt(replace(rollout.prompt, messages=(message,)), template, key).messages[0]["content"]
+    ids = as_token_ids(chat.replace_text(first.token_ids, start, stop, told))
+    return replace(first, token_ids=ids, images=chat.place_images(ids, first.images))
+
+
 def replace_prompts(flow: Flow, rollouts: Rollouts, template: str, key: str) -> Rollouts:
-    """Return the rollouts with the teacher's prompt in place of their first turn, and without records of the policy's
-    experts. Collective. Raises ConfigError for a conversation that does not begin with its prompt, and for one that is
-    then longer than the model's positions."""
-    chat, heads, local = flow.data.chat, {}, []
+    """Return the rollouts with the teacher's prompt in their first turn, and without records of the policy's experts.
+
+    A conversation that does not begin with its row's prompt, because an environment or agent wrote its first messages,
+    gets the template in place of the last user message among these; all other tokens stay. Collective. Raises
+    ConfigError if there is none, and for a conversation that is then longer than the model's positions.
+    """
+    chat, local = flow.data.chat, []
+    firsts: dict[str, tuple[Turn, Turn]] = {}  # by prompt: the first turn of a sample, and the teacher's
     for rollout in rollouts.local:
         prompt, first = rollout.prompt, rollout.turns[0]
-        if prompt.id not in heads:
-            own = chat.encode_prompt(prompt)
-            heads[prompt.id] = own, chat.encode_prompt(fill_prompt(prompt, template, key))
-        own, taught = heads[prompt.id]
-        if first.is_action or not np.array_equal(first.token_ids, own):
-            raise ConfigError(
-                f"{key}: a conversation of prompt {prompt.id} does not begin with its prompt, because its environment "
-                "or agent writes the messages; a teacher with its own prompt needs the row's"
-            )
-        turns = (replace(first, token_ids=as_token_ids(taught)), *rollout.turns[1:])
-        local.append(replace(rollout, turns=turns, routing=None, sparse_indices=None))
+        if prompt.id not in firsts or firsts[prompt.id][0] != first:
+            if np.array_equal(first.token_ids, chat.render_prompt(prompt).token_ids):
+                told = chat.render_prompt(fill_prompt(prompt, template, key))
+                firsts[prompt.id] = first, replace(first, token_ids=told.token_ids, images=told.images)
+            else:
+                firsts[prompt.id] = first, tell_first_turn(chat, rollout, template, key)
+        _, first = firsts[prompt.id]
+        local.append(replace(rollout, turns=(first, *rollout.turns[1:]), routing=None, sparse_indices=None))
     result = rollouts.replace_local(local)
     longest, limit = int(result.length.max()), flow.data.max_positions
     if longest > limit:

@@ -20,14 +20,15 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def parse_chat_messages(
-    value: Any, location: str, key: str, role: str = "user", images: list[bytes] | None = None
+    value: Any, location: str, key: str, role: str = "user", images: list[bytes | None] | None = None
 ) -> tuple[Message, ...]:
     """Parse the messages of a column: a list or its JSON; other text becomes one message of `role`.
 
     A message has a role and a content: text, or a list of text parts, which are joined. Only an assistant message with
     tool calls may lack content.
 
-    images: gets the files of image parts, in order, which `PLACEHOLDER` replaces in the text; None rejects such parts.
+    images: gets the files of image parts, in order, which `PLACEHOLDER` replaces in the text, and None for a part that
+        stands for an image of the column `images`, as in TRL; None rejects such parts.
     """
     if isinstance(value, str):
         if not value.strip() and role == "user":
@@ -52,7 +53,7 @@ def _parse_json(text: str) -> Any:
         return None
 
 
-def _message(value: Any, location: str, images: list[bytes] | None) -> Message:
+def _message(value: Any, location: str, images: list[bytes | None] | None) -> Message:
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         raise ConfigError(f"{location} is {_short(value)}, not a message with role and content")
     message = {name: item for name, item in value.items() if item is not None}
@@ -75,15 +76,15 @@ def _message(value: Any, location: str, images: list[bytes] | None) -> Message:
     return message
 
 
-def content_text(parts: list[Any], location: str, images: list[bytes] | None = None) -> str:
+def content_text(parts: list[Any], location: str, images: list[bytes | None] | None = None) -> str:
     """Join text parts. Raises ConfigError, naming the kind, for a part of another kind.
 
     images: as for `parse_chat_messages`.
     """
     texts = []
     for part in parts:
-        if images is not None and is_image_part(part):
-            images.append(read_image(part, location))
+        if images is not None and (is_image_part(part) or _is_bare_image_part(part)):
+            images.append(read_image(part, location) if is_image_part(part) else None)
             texts.append(PLACEHOLDER)
             continue
         kind = part.get("type") if isinstance(part, dict) else None
@@ -187,6 +188,15 @@ def is_image_part(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") in IMAGE_PARTS and any(part.get(key) for key in keys)
 
 
+def _is_bare_image_part(part: Any) -> bool:
+    """Return whether a part of a message stands for an image of the column `images`: it has nothing but its type."""
+    return (
+        isinstance(part, dict)
+        and part.get("type") in IMAGE_PARTS
+        and not any(part[key] for key in part if key != "type")
+    )
+
+
 def take_images(row: dict[str, Any], location: str) -> list[bytes]:
     """Remove the column `images`, as in verl and TRL, and return the files that it holds."""
     column = row.pop("images", None)
@@ -232,22 +242,46 @@ def read_image(value: Any, location: str) -> bytes:
         raise ConfigError(f"{location}: cannot read {str(path)[:200]}: {error.strerror}") from None
 
 
-def check_placeholders(messages: Sequence[Message], count: int, location: str) -> None:
-    """Raise ConfigError unless the messages have a placeholder for each of `count` images."""
-    num_placeholders = sum(str(message.get("content") or "").count(PLACEHOLDER) for message in messages)
-    if num_placeholders != count:
+def join_images(
+    column: list[bytes], inline: Sequence[bytes | None], messages: Sequence[Message], location: str
+) -> list[bytes]:
+    """Return the images of messages. Raises ConfigError unless the messages have a placeholder for each of them, not in
+    the assistant's words.
+
+    column: of the column `images`. inline: of parts of the messages, see `parse_chat_messages`.
+    """
+    parts = [image for image in inline if image is not None]
+    if column and parts:
+        raise ConfigError(f"{location}: there are images in 'images' and in the messages; keep one of them")
+    if len(parts) < len(inline) and not column:
         raise ConfigError(
-            f"{location}: there are {count} images, but {PLACEHOLDER} occurs {num_placeholders} times in the messages"
+            f"{location}: a part of type 'image' or 'image_url' has no image, and there is no column 'images'; add one"
         )
+    images = column or parts
+    if not images:
+        return []
+    num_placeholders = sum(count_placeholders(message) for message in messages)
+    if num_placeholders != len(images):
+        raise ConfigError(
+            f"{location}: there are {len(images)} images, but {PLACEHOLDER} occurs {num_placeholders} times in the "
+            "messages"
+        )
+    if any(message["role"] == "assistant" and count_placeholders(message) for message in messages):
+        raise ConfigError(f"{location}: the assistant's words hold {PLACEHOLDER}, but the policy writes text alone")
+    return images
 
 
-def check_text_only(row: dict[str, Any], location: str, media: Sequence[str] = ("images", "videos", "audios")) -> None:
-    """Raise ConfigError if a column for images, videos or audio, as in verl and TRL, is not empty."""
-    for name in media:
+def count_placeholders(message: Message) -> int:
+    return str(message.get("content") or "").count(PLACEHOLDER)
+
+
+def check_media(row: dict[str, Any], location: str) -> None:
+    """Raise ConfigError if a column for videos or audio, as in verl and TRL, is not empty."""
+    for name in ("videos", "audios"):
         if row.get(name):
             raise ConfigError(
-                f"{location}: there are {name!r}; only text can be trained on: drop the row, or describe them as text "
-                f"and omit the column"
+                f"{location}: there are {name!r}; only text and images can be trained on: drop the row, or describe "
+                "them as text and omit the column"
             )
 
 
@@ -273,11 +307,15 @@ def _text_or_number(row: dict[str, Any], column: str, location: str) -> Any:
 
 
 def parse_conversation(
-    row: dict[str, Any], location: str, prompt_key: str = "prompt", answer_key: str = ""
+    row: dict[str, Any],
+    location: str,
+    prompt_key: str = "prompt",
+    answer_key: str = "",
+    images: list[bytes | None] | None = None,
 ) -> tuple[Message, ...]:
     """Return the messages of a finished conversation from the columns that the row has.
 
-    answer_key: column of the answer, if it is not one of `RESPONSE_COLUMNS`.
+    answer_key: column of the answer, if it is not one of `RESPONSE_COLUMNS`. images: as for `parse_chat_messages`.
     """
     for key in ("messages", "conversations"):
         if row.get(key) is None:
@@ -288,10 +326,10 @@ def parse_conversation(
         if not isinstance(value, list):
             raise ConfigError(f"{location} has no list `{key}`, but {_short(row[key])}; write its messages as a list")
         if key == "messages":
-            return parse_chat_messages(value, location, key)
+            return parse_chat_messages(value, location, key, images=images)
         system = row.get("system")  # as in LLaMA-Factory
         head = ({"role": "system", "content": system},) if isinstance(system, str) and system else ()
-        return head + parse_sharegpt(value, location, key)
+        return head + parse_sharegpt(value, location, key, images)
     answers = (answer_key,) if answer_key else RESPONSE_COLUMNS
     answer = next((name for name in answers if row.get(name) is not None), None)
     if row.get(prompt_key) is None or answer is None:
@@ -300,23 +338,27 @@ def parse_conversation(
             f"{' or '.join(map(repr, answers))}; columns here: {list_columns(row)}; rename them, or set "
             "data.prompt_key and data.label_key to those of prompt and answer"
         )
-    prompt = parse_chat_messages(row[prompt_key], location, prompt_key)
-    return prompt + parse_chat_messages(row[answer], location, answer, role="assistant")
+    prompt = parse_chat_messages(row[prompt_key], location, prompt_key, images=images)
+    return prompt + parse_chat_messages(row[answer], location, answer, role="assistant", images=images)
 
 
-def parse_sharegpt(value: list[Any], location: str, key: str) -> tuple[Message, ...]:
+def parse_sharegpt(
+    value: list[Any], location: str, key: str, images: list[bytes | None] | None = None
+) -> tuple[Message, ...]:
     """Convert items with `from` and `value` to messages; other items pass through.
 
-    A call is the JSON of its name and arguments, or of a list of such.
+    A call is the JSON of its name and arguments, or of a list of such. images: as for `parse_chat_messages`.
     """
     messages = [_convert_sharegpt(item, f"{location}: message {at} of {key!r}") for at, item in enumerate(value)]
-    return parse_chat_messages(messages, location, key)
+    return parse_chat_messages(messages, location, key, images=images)
 
 
-def parse_answer(value: Any, location: str, key: str) -> tuple[Message, ...]:
+def parse_answer(value: Any, location: str, key: str, images: list[bytes | None] | None = None) -> tuple[Message, ...]:
     r"""Parse an answer, or a whole chat that ends with one.
 
     Accepts messages, ShareGPT's, text, or a dialogue of Anthropic's HH, "\n\nHuman: ...\n\nAssistant: ...".
+
+    images: as for `parse_chat_messages`.
     """
     if isinstance(value, str) and _HH.match(value):
         parts = _HH.split(value)[1:]  # speaker, words, speaker, words ...
@@ -327,8 +369,8 @@ def parse_answer(value: Any, location: str, key: str) -> tuple[Message, ...]:
     if isinstance(value, dict):  # one message, as in RLHFlow's and LLaMA-Factory's pairs
         value = [value]
     if isinstance(value, list):
-        return parse_sharegpt(value, location, key) if value else parse_chat_messages(value, location, key)
-    return parse_chat_messages(value, location, key, role="assistant")
+        return parse_sharegpt(value, location, key, images) if value else parse_chat_messages(value, location, key)
+    return parse_chat_messages(value, location, key, role="assistant", images=images)
 
 
 def _convert_sharegpt(item: Any, location: str) -> Any:

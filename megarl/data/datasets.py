@@ -20,8 +20,9 @@ import numpy as np
 
 from megarl.config import Config, ConfigError, DataConfig
 from megarl.data.columns import (
-    check_placeholders,
-    check_text_only,
+    check_media,
+    count_placeholders,
+    join_images,
     list_columns,
     parse_answer,
     parse_chat_messages,
@@ -33,9 +34,10 @@ from megarl.data.columns import (
     row_source,
     take_images,
 )
+from megarl.data.images import ImageFormat
 from megarl.data.loader import NESTED_COLUMNS, read_key
 from megarl.data.table import LazySequence, Table, read_rows
-from megarl.types import Image, Message, Prompt, Rollout, Turn, as_token_ids
+from megarl.types import PLACEHOLDER, Image, Message, Prompt, Rollout, Turn, as_token_ids
 from megarl.types.arrays import no_ids
 from megarl.types.requirements import ItemKind
 
@@ -116,15 +118,12 @@ def prompts_too_long_error(count: int, max_prompt_tokens: int, shortest: int) ->
 def _parse_prompt(
     row: dict[str, Any], location: str, default_id: str, prompt_key: str, label_key: str, name: str
 ) -> Prompt:
-    check_text_only(row, location, ("videos", "audios"))
+    check_media(row, location)
     rest = dict(row)
-    images, inline = take_images(rest, location), list[bytes]()
+    attached, inline = take_images(rest, location), list[bytes | None]()
     prompt = _pop_column(rest, row, prompt_key, location, "data.prompt_key")
     messages = parse_chat_messages(prompt, location, prompt_key, images=inline)
-    if images and inline:
-        raise ConfigError(f"{location}: there are images in 'images' and in {prompt_key!r}; keep one of them")
-    if images := images or inline:
-        check_placeholders(messages, len(images), location)
+    images = join_images(attached, inline, messages, location)
     if messages[-1]["role"] == "assistant":
         raise ConfigError(f"{location}: {prompt_key!r} ends with the assistant's words, so there is nothing to answer")
     reward_model = rest.get("reward_model")
@@ -189,12 +188,14 @@ def read_conversations(
     answer_key: str = "",
     name: str = "",
     order: str = "",
+    images: ImageFormat | None = None,
 ) -> TableDataset[Rollout]:
     """Read a .jsonl or .parquet file of conversations as Rollouts whose action turns are the assistant's messages.
 
     An action turn ends with the tokenizer's end-of-turn token; its log-probs are 0, since it was not sampled. name: of
     the data set, if there are several, for ids and as the source of rows without `data_source`. order: a column of
-    numbers. Raises ConfigError, naming the line, for a row without a conversation.
+    numbers. images: how the model reads images; None if it reads none. Raises ConfigError, naming the line, for a row
+    without a conversation.
     """
     keys = array("d")
 
@@ -205,7 +206,7 @@ def read_conversations(
 
     def make_item(location: str, row: dict[str, Any], index: int) -> Rollout:
         row = normalize_row(row, location, prompt_key, answer_key, name)
-        return tokenize_conversation(row, tokenizer, location, index)
+        return tokenize_conversation(row, tokenizer, location, index, images=images)
 
     rows = Table.read(Path(path), check_row, max_rows)
     if not len(rows):
@@ -214,12 +215,12 @@ def read_conversations(
 
 
 def iter_conversations(
-    file: Path, tokenizer: Any, prompt_key: str, answer_key: str, name: str
+    file: Path, tokenizer: Any, prompt_key: str, answer_key: str, name: str, images: ImageFormat | None = None
 ) -> Iterator[tuple[str, dict[str, Any], Rollout]]:
     """Yield (location, row, conversation) of each row, as in `read_conversations`."""
     for location, row in read_rows(file):
         normalized = normalize_row(row, location, prompt_key, answer_key, name)
-        yield location, row, tokenize_conversation(normalized, tokenizer, location)
+        yield location, row, tokenize_conversation(normalized, tokenizer, location, images=images)
 
 
 def conversations_too_long_error(path: str, count: int, positions: int, shortest: int) -> ConfigError:
@@ -232,8 +233,11 @@ def conversations_too_long_error(path: str, count: int, positions: int, shortest
 
 def normalize_row(row: dict[str, Any], location: str, prompt_key: str, answer_key: str, name: str) -> dict[str, Any]:
     """Return the row as `tokenize_conversation` takes it. Raises ConfigError if the last message is no assistant's."""
-    check_text_only(row, location)
-    messages = parse_conversation(row, location, prompt_key, answer_key)
+    check_media(row, location)
+    row = dict(row)
+    column, inline = take_images(row, location), list[bytes | None]()
+    messages = parse_conversation(row, location, prompt_key, answer_key, inline)
+    files = join_images(column, inline, messages, location)
     roles = [message["role"] for message in messages]
     if len(roles) < 2 or roles[0] == "assistant" or roles[-1] != "assistant":
         raise ConfigError(f"{location}: messages must begin with a prompt and end with the assistant's, not {roles}")
@@ -243,7 +247,7 @@ def normalize_row(row: dict[str, Any], location: str, prompt_key: str, answer_ke
             raise ConfigError(f"{location}: message {number} of 'messages', the assistant's, is empty; drop the row")
     identity, source = row_id(row, location, name, location), row_source(row, location, name)
     tools = parse_tool_schemas(row.get("tools"), location)
-    return {**row, "id": identity, "data_source": source, "messages": messages, "tools": tools}
+    return {**row, "id": identity, "data_source": source, "messages": messages, "tools": tools, "images": files}
 
 
 class _TemplateError(Exception):
@@ -254,34 +258,47 @@ _PROBE_ROW = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant
 
 
 def tokenize_conversation(
-    row: dict[str, Any], tokenizer: Any, location: str, group: int = 0, last_only: bool = False
+    row: dict[str, Any],
+    tokenizer: Any,
+    location: str,
+    group: int = 0,
+    last_only: bool = False,
+    images: ImageFormat | None = None,
 ) -> Rollout:
     """Tokenize one conversation to a Rollout: prompt, action, observation, action, ..., action.
 
-    last_only: everything before the assistant's last message is the prompt.
+    row: as `normalize_row` returns it. last_only: everything before the assistant's last message is the prompt.
+    images: how the model reads images; None if it reads none.
 
     The chat template renders successively longer prefixes of the conversation. What a prefix adds to the previous one
     is tokenized by itself, because a turn's ids are fixed before the next turn is written.
     """
+    if row.get("images") and images is None:
+        raise ConfigError(
+            f"{location}: there are images, but the model of model.path has no vision tower; drop the row, or use "
+            "another model"
+        )
     try:
-        return _tokenize(row, tokenizer, location, group, last_only)
+        return _tokenize(row, tokenizer, location, group, last_only, images)
     except _TemplateError as error:
         reason = error
     try:  # blames the template if it cannot render even the simplest conversation, otherwise the row
-        _tokenize(_PROBE_ROW, tokenizer, location, group, last_only)
+        _tokenize(_PROBE_ROW, tokenizer, location, group, last_only, None)
     except _TemplateError as error:
         raise ConfigError(f"model.path: {error}; this is so with any conversation") from None
     raise ConfigError(f"{location}: {reason}")
 
 
-def _tokenize(row: dict[str, Any], tokenizer: Any, location: str, group: int, last_only: bool) -> Rollout:
+def _tokenize(
+    row: dict[str, Any], tokenizer: Any, location: str, group: int, last_only: bool, images: ImageFormat | None
+) -> Rollout:
     messages: tuple[Message, ...] = tuple(row["messages"])
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     answers = answers[-1:] if last_only else answers
     tools, end_of_turn = row.get("tools") or None, tokenizer.eos_token
     if not end_of_turn:
         raise ConfigError("model.path: the tokenizer has no eos_token, by which the assistant's turns would end")
-    known = ""
+    known, files = "", [Image(data) for data in row.get("images") or ()]
 
     def render_new(count: int, add_generation_prompt: bool) -> str:
         """Return what the first `count` messages add to the text that is known."""
@@ -301,7 +318,14 @@ def _tokenize(row: dict[str, Any], tokenizer: Any, location: str, group: int, la
     for index in answers:
         observed = render_new(index, True)
         known += observed
-        turns.append(Turn(tokenizer.encode(observed, add_special_tokens=False)))
+        if images is not None and files:
+            count = observed.count(PLACEHOLDER)
+            observed = images.insert(observed, files[:count], location)
+            ids = tokenizer.encode(observed, add_special_tokens=False)
+            turns.append(Turn(ids, images=images.place(ids, files[:count], location)))
+            del files[:count]
+        else:
+            turns.append(Turn(tokenizer.encode(observed, add_special_tokens=False)))
         response = render_new(index + 1, False)
         if end_of_turn not in response:
             raise _TemplateError(f"the chat template does not end the assistant's turn by {end_of_turn}")
@@ -316,7 +340,10 @@ def _tokenize(row: dict[str, Any], tokenizer: Any, location: str, group: int, la
         data_source=row.get("data_source", ""),
         ground_truth=row.get("ground_truth"),
         tools=tuple(tool["function"]["name"] for tool in tools or ()),
+        images=turns[0].images,
     )
+    if files:
+        raise _TemplateError(f"the chat template drops {len(files)} of the images")
     calls = sum(len(message.get("tool_calls") or ()) for message in messages)
     return Rollout(prompt, tuple(turns), messages=messages, group=group, tool_calls=calls)
 
@@ -334,12 +361,19 @@ class Pair:
 
 
 def read_preferences(
-    path: str | Path, tokenizer: Any, max_tokens: int, max_length: int, name: str = "", order: str = ""
+    path: str | Path,
+    tokenizer: Any,
+    max_tokens: int,
+    max_length: int,
+    name: str = "",
+    order: str = "",
+    images: ImageFormat | None = None,
 ) -> tuple[TableDataset[Pair], int]:
     """Read the pairs of a .jsonl or .parquet file. Return those that are short enough, and the number dropped.
 
     A pair is too long with more than `max_tokens` tokens, since both answers must fit into one micro-batch, or if one
     conversation has more than `max_length`. name: of the data set, if there are several. order: a column of numbers.
+    images: how the model reads images; None if it reads none.
 
     Every pair is rendered once here, so that mistakes show before training. Raises ConfigError, naming the line, for a
     row that lacks an answer, does not end with an assistant message, has two different prompts or two equal answers;
@@ -350,7 +384,7 @@ def read_preferences(
 
     def fits(location: str, row: dict[str, Any]) -> bool:
         nonlocal dropped, shortest
-        pair = make_pair(row, tokenizer, location, name)
+        pair = make_pair(row, tokenizer, location, name, images=images)
         longest = max(pair.chosen.num_tokens, pair.rejected.num_tokens)
         if pair.num_tokens <= max_tokens and longest <= max_length:
             if order:
@@ -366,7 +400,7 @@ def read_preferences(
         raise ConfigError(f"{path} holds no pair")
 
     def make_item(location: str, row: dict[str, Any], index: int) -> Pair:
-        return make_pair(row, tokenizer, location, name, index)
+        return make_pair(row, tokenizer, location, name, index, images)
 
     return TableDataset(rows, make_item, np.array(keys) if order else None), dropped
 
@@ -379,44 +413,64 @@ def pairs_too_long_error(path: str, count: int, max_tokens: int, max_length: int
     )
 
 
-def check_pair(row: dict[str, Any], location: str) -> dict[str, tuple[Message, ...]]:
+class Side(NamedTuple):
+    """One of the two conversations of a pair, as text."""
+
+    messages: tuple[Message, ...]
+    images: list[bytes]
+    """Files of its images, in order."""
+
+
+def check_pair(row: dict[str, Any], location: str) -> dict[str, Side]:
     """Return the two conversations. Raises ConfigError for mistakes that show without a tokenizer."""
-    messages = {key: _parse_side(row, key, location) for key in ("chosen", "rejected")}
-    if messages["chosen"][0] != messages["rejected"][0]:
+    check_media(row, location)
+    row = dict(row)
+    column = take_images(row, location)
+    sides = {key: _parse_side(row, key, location, column) for key in ("chosen", "rejected")}
+    first = {key: (messages[0], images[: count_placeholders(messages[0])]) for key, (messages, images) in sides.items()}
+    if first["chosen"] != first["rejected"]:
         raise ConfigError(f"{location}: 'chosen' and 'rejected' begin differently; only answers to one prompt compare")
-    return messages
+    return sides
 
 
-def make_pair(row: dict[str, Any], tokenizer: Any, location: str, name: str = "", group: int = 0) -> Pair:
-    messages, tools = check_pair(row, location), parse_tool_schemas(row.get("tools"), location)
+def make_pair(
+    row: dict[str, Any],
+    tokenizer: Any,
+    location: str,
+    name: str = "",
+    group: int = 0,
+    images: ImageFormat | None = None,
+) -> Pair:
+    sides, tools = check_pair(row, location), parse_tool_schemas(row.get("tools"), location)
     identity, source = row_id(row, location, name, location), row_source(row, location, name)
     rollouts = {}
-    for key, conversation in messages.items():
-        fields = {"id": identity, "data_source": source, "tools": tools, "messages": conversation}
-        rollouts[key] = tokenize_conversation(fields, tokenizer, f"{location}, {key!r}", group, last_only=True)
+    for key, side in sides.items():
+        fields = {"id": identity, "data_source": source, "tools": tools, **side._asdict()}
+        subject = f"{location}, {key!r}"
+        rollouts[key] = tokenize_conversation(fields, tokenizer, subject, group, last_only=True, images=images)
     if np.array_equal(rollouts["chosen"].token_ids, rollouts["rejected"].token_ids):
         raise ConfigError(f"{location}: 'chosen' and 'rejected' are the same; there is nothing to learn from this pair")
     return Pair(**rollouts)
 
 
-def _parse_side(row: dict[str, Any], key: str, location: str) -> tuple[Message, ...]:
-    """Return the whole conversation of one of the two columns."""
+def _parse_side(row: dict[str, Any], key: str, location: str, column: list[bytes]) -> Side:
+    """Return the whole conversation of one of the two columns. column: images of the column `images`."""
     value, prompt, conversations = row.get(key), row.get("prompt"), row.get("conversations")
     if value is None:
         raise ConfigError(
             f"{location}: no {key!r}; a pair needs 'chosen' and 'rejected', columns here: {list_columns(row)}"
         )
-    check_text_only(row, location)
     head: tuple[Message, ...] = ()
+    head_images, images = list[bytes | None](), list[bytes | None]()
     if prompt is not None:
-        head = parse_chat_messages(prompt, location, "prompt")
+        head = parse_chat_messages(prompt, location, "prompt", images=head_images)
     elif isinstance(conversations, list) and conversations:
-        head = parse_sharegpt(conversations, location, "conversations")
-    messages = parse_answer(value, location, key)
+        head = parse_sharegpt(conversations, location, "conversations", head_images)
+    messages = parse_answer(value, location, key, images)
     if messages[0]["role"] == "assistant":
         if not head:
             raise ConfigError(f"{location}: {key!r} begins with the answer, and there is no 'prompt' before it")
-        messages = head + messages
+        messages, images = head + messages, head_images + images
     elif messages[: len(head)] != head:
         raise ConfigError(
             f"{location}: {key!r} begins neither with the answer nor with the row's 'prompt'; drop that one"
@@ -424,7 +478,7 @@ def _parse_side(row: dict[str, Any], key: str, location: str) -> tuple[Message, 
     if messages[-1]["role"] != "assistant":
         last_role = messages[-1]["role"]
         raise ConfigError(f"{location}: {key!r} must end with the assistant's answer, not with role {last_role}")
-    return messages
+    return Side(messages, join_images(column, images, messages, f"{location}, {key!r}"))
 
 
 MAX_ROWS = 1000  # to check: takes milliseconds for a file of any size; the others are read once the ranks are up

@@ -8,16 +8,19 @@ does not use its own processor.
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from megarl.config import ConfigError
 from megarl.config.strict import read_json
-from megarl.types.image_tokens import Grid, Image
+from megarl.types import Ids
+from megarl.types.image_tokens import PLACEHOLDER, Grid, Image
 
 PROCESSOR_FILE = "preprocessor_config.json"
 _CACHED_IMAGES = 16  # samples of a group, and the passes of a step, read the same images
@@ -73,6 +76,50 @@ class ImageProcessor:
         output = self._processor(images=[_to_rgb(_open(data))], return_tensors="pt")
         pixels: torch.Tensor = output["pixel_values"]
         return pixels.float()
+
+
+class ImageFormat:
+    """How a model with a vision tower reads images: the tokens that stand for one, and its processor.
+
+    An image is written as the model's own chat template writes it: a start, its tokens, and an end.
+    """
+
+    def __init__(self, start: str, token: str, end: str, token_id: int, processor: ImageProcessor) -> None:
+        self._start, self._token, self._end, self.token_id, self.processor = start, token, end, token_id, processor
+
+    def insert(self, text: str, images: Sequence[Image], subject: str) -> str:
+        """Replace each `PLACEHOLDER` of a rendered text by the tokens of an image. Raises ConfigError."""
+        parts = text.split(PLACEHOLDER)
+        if len(parts) != len(images) + 1:
+            raise ConfigError(
+                f"{subject} has {len(images)} images, but the chat template writes {PLACEHOLDER} {len(parts) - 1} times"
+            )
+        result = parts[0]
+        for image, part in zip(images, parts[1:], strict=True):
+            count = self._read(image, subject).num_tokens
+            result += self._start + self._token * count + self._end + part
+        return result
+
+    def place(self, ids: Ids | Sequence[int], images: Sequence[Image], subject: str) -> tuple[Image, ...]:
+        """Return the images with their grids and with the starts of their tokens in `ids`. Raises ConfigError."""
+        indices = np.flatnonzero(np.asarray(ids) == self.token_id)
+        placed, stop = [], 0
+        for image in images:
+            read = self._read(image, subject)
+            span = indices[stop : stop + read.num_tokens]
+            if len(span) < read.num_tokens or span[-1] - span[0] != len(span) - 1:
+                break
+            placed.append(replace(read, start=int(span[0])))
+            stop += read.num_tokens
+        if len(placed) < len(images) or stop != len(indices):
+            raise ConfigError(f"{subject} spells the image token {self._token}, which stands for an image; remove it")
+        return tuple(placed)
+
+    def _read(self, image: Image, subject: str) -> Image:
+        try:
+            return self.processor.read(image.data)
+        except ValueError as error:
+            raise ConfigError(f"{subject}: {error}") from None
 
 
 def _open(data: bytes) -> Any:

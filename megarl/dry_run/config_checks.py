@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from megarl.checkpoint import disk_space
 from megarl.config import Config, ConfigError, DataConfig, LoraConfig, server_args
 from megarl.config.paths import is_hub_name
 from megarl.controllers.mini_batches import load_policy_loss
-from megarl.data.datasets import check_first_rows
+from megarl.data.datasets import check_first_rows, iter_prompts
 from megarl.data.loader import check_files, check_no_nan
 from megarl.engine import tool_calls
 from megarl.environments.catalog import COLUMN
@@ -32,12 +33,20 @@ from megarl.models.registry import family_of, num_trained_mtp
 from megarl.models.routing import routing_shape
 from megarl.models.sparse_indices import index_shape
 from megarl.parallel import device
-from megarl.parallel.placement import check_engine_ranks, prefix_role_error, role_config, role_parallel, split_role
+from megarl.parallel.placement import (
+    check_engine_ranks,
+    placement_of,
+    prefix_role_error,
+    role_config,
+    role_parallel,
+    split_role,
+)
 from megarl.parallel.policy_configs import policy_config
 from megarl.rewards.functions import check_truth_file
 from megarl.types.requirements import Requirements
 
 MIN_TEMPERATURE = 0.001
+_IMAGE_ROWS = 100  # of each file, from which the size of images is estimated
 
 
 def data_parallel_size(config: Config, declared: Requirements) -> int:
@@ -67,6 +76,18 @@ def check_nodes(config: Config, declared: Requirements) -> None:
         check_engine_ranks(config)
         if rollout.tp % rollout.ep:
             raise ConfigError(f"{rollout.ep=} does not divide {rollout.tp=}")
+
+
+def check_registered_buffers(config: Config, declared: Requirements) -> None:
+    """Check that each trained role has all ranks if `train.ddp.nccl_ub` registers gradient buffers with NCCL: Megatron
+    calls `torch.distributed.barrier()` over the whole job for each buffer. Frozen roles have none."""
+    placement = placement_of(config)
+    for role in declared.trained_roles if config.train.ddp.get("nccl_ub") else ():
+        if len(placement.ranks_of(role)) < placement.world:
+            raise ConfigError(
+                f"train.ddp.nccl_ub: Megatron waits for all ranks of the job in it, but placement has the {role} on "
+                f"{placement.format_ranks(role)} only; remove one of them"
+            )
 
 
 def check_training_layout(hf: HFConfig, config: Config) -> None:
@@ -465,6 +486,22 @@ def _describe_overlap(data: DataConfig, train: Mapping[str, str], held_out: Mapp
         return ""
     example = f"{held_out[common[0]]} as {train[common[0]]}"
     return f"data.eval: {len(common)} of the first {len(held_out)} rows are also in data.train, such as {example}"
+
+
+def mean_image_bytes(config: Config) -> float:
+    """Return the mean bytes of the image files of a prompt, over the first rows of the files of `data.train` that
+    exist; 0 without images, or if `check_data` fails."""
+    data = config.data
+    try:
+        sizes = [
+            sum(len(image.data) for image in prompt.images)
+            for path in data.train
+            if os.path.exists(path)
+            for _, prompt in islice(iter_prompts(Path(path), data.prompt_key, data.label_key), _IMAGE_ROWS)
+        ]
+    except ConfigError:
+        return 0.0
+    return sum(sizes) / max(1, len(sizes))
 
 
 def check_data(config: Config, declared: Requirements, dry_run: bool, warnings: list[str]) -> None:

@@ -172,12 +172,13 @@ class _RowChecker:
                 tokens = len(self.chat.encode_prompt(prompt))
                 yield tokens, tokens <= self.max_prompt_tokens, key(prompt.extra, prompt.id)
         elif self.declared.item == "conversations":
-            conversations = iter_conversations(file, tokenizer, data.prompt_key, answer_key(self.config), name)
+            columns = data.prompt_key, answer_key(self.config), name
+            conversations = iter_conversations(file, tokenizer, *columns, self.chat.images)
             for location, row, conversation in conversations:
                 yield conversation.num_tokens, conversation.num_tokens <= self.positions, key(row, location)
         else:
             for location, row in read_rows(file):
-                pair = make_pair(row, tokenizer, location, name)
+                pair = make_pair(row, tokenizer, location, name, images=self.chat.images)
                 longest = max(pair.chosen.num_tokens, pair.rejected.num_tokens)
                 fits = pair.num_tokens <= self.max_pair_tokens and longest <= self.positions
                 yield pair.num_tokens, fits, key(row, location)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -100,8 +101,9 @@ def _check_vocab_size(
 
 
 def check_same_tokenizer(config: Config, source: str, path: str, reason: str) -> None:
-    """Raise ConfigError unless a model's tokenizer has all tokens of the policy's, with the same ids; it may have more.
-    Skipped if the policy is not on disk.
+    """Raise ConfigError unless a model's tokenizer has all tokens of the policy's, with the same ids, and the same
+    merges: with others the model has never read text as the policy writes it. It may have more tokens. Skipped if the
+    policy is not on disk.
 
     source: the key and the path. reason: why it must have them.
     """
@@ -109,7 +111,14 @@ def check_same_tokenizer(config: Config, source: str, path: str, reason: str) ->
         return
     vocabulary, policy_vocabulary = _read_vocabulary(path), _read_vocabulary(config.model.path)
     if vocabulary and policy_vocabulary and policy_vocabulary.items() <= vocabulary.items():
-        return
+        merges, policy_merges = _read_merges(path), _read_merges(config.model.path)
+        if not merges or not policy_merges or merges == policy_merges:
+            return
+        common = takewhile(lambda pair: pair[0] == pair[1], zip(merges, policy_merges, strict=False))
+        raise ConfigError(
+            f"{source} has another tokenizer than model.path={config.model.path}: its tokens are equal, but not its "
+            f"merges, from number {sum(1 for _ in common)} on; {reason}"
+        )
     if not vocabulary and not policy_vocabulary:
         return
     what = "one of them has no vocabulary to compare"
@@ -125,6 +134,21 @@ def check_positions(hf: HFConfig, config: Config, source: str) -> None:
     rollout = config.rollout
     if rollout.max_context > longest:
         raise ConfigError(f"{rollout.max_context=} is beyond the {longest} positions of {source}; lower it")
+
+
+def _read_merges(folder: str) -> list[tuple[str, str]]:
+    """Return the merges of a folder's byte-pair encoding from tokenizer.json, else merges.txt, in order.
+
+    Empty if it has none.
+    """
+    tokenizer, lines = Path(folder, "tokenizer.json"), Path(folder, "merges.txt")
+    merges: Sequence[Any] = ()
+    if tokenizer.is_file():
+        merges = (strict.read_json(tokenizer).get("model") or {}).get("merges") or ()
+    elif lines.is_file():
+        merges = [line for line in lines.read_text(encoding="utf-8").splitlines() if not line.startswith("#version")]
+    pairs = [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in merges if merge]
+    return [(str(first), str(second)) for first, second in pairs]
 
 
 def _read_vocabulary(folder: str) -> dict[str, int]:
@@ -411,7 +435,7 @@ def _read_role_models(
             raise ConfigError(
                 f"{source} is a classifier, {model['architectures'][0]}, which has no log-probs of tokens"
             )
-        if role in declared.own_tokenizer_roles:
+        if role in declared.cross_tokenizer_roles:
             check_positions(model, config, source)  # of about as many tokens as the policy's
             continue
         if role == "reference" and config.kl.refresh_reference_every and unique_params(hf) != unique_params(model):

@@ -6,12 +6,13 @@ ranks; for roles on separate ranks (`placement`), a dry run shows the memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megarl.config import Config, ConfigError, ParallelConfig
 from megarl.dry_run import config_checks as checks
+from megarl.dry_run.model_folders import ServedModels
 from megarl.models.family import HFConfig
 from megarl.models.memory import StageMemory, plan_memory
 from megarl.models.registry import family_of
@@ -56,7 +57,8 @@ class Search:
 
     config: everything but the layout; its world_size and ranks_per_node apply. recompute_modes: modes to choose from.
     should_size_engines: also choose rollout.tp and rollout.ep, for the smallest engine that fits beside the training
-    states. critic_hf, declared: as in `plan_memory`.
+    states. critic_hf, declared: as in `plan_memory`. frozen: config.json of models that are not trained, by role, in
+    the policy's layout; their time is not modelled.
     """
 
     hf: HFConfig
@@ -67,11 +69,17 @@ class Search:
     time: StepTime
     recompute_modes: tuple[str, ...] = RECOMPUTE_MODES
     should_size_engines: bool = True
+    frozen: Mapping[str, HFConfig] = field(default_factory=dict)
+
+    def plan_stages(self, config: Config) -> list[StageMemory]:
+        """Plan the memory of all models. Raises ConfigError if one of them does not divide."""
+        frozen = ServedModels(self.frozen, None).stages(config, self.declared)
+        return plan_memory(self.hf, config, self.declared, self.critic_hf, frozen)
 
     def plan_layout(self, parallel: ParallelConfig, recompute: str) -> LayoutPlan:
         """Plan one layout. Raises ConfigError if it does not divide."""
         config = apply_layout(self.hf, self.config, parallel, recompute)
-        memory = plan_memory(self.hf, config, self.declared, self.critic_hf)
+        memory = self.plan_stages(config)
         return LayoutPlan(config, recompute, memory, self.time.seconds(config))
 
     def fits(self, plan: LayoutPlan) -> bool:
@@ -119,7 +127,7 @@ class Search:
         if self.should_size_engines and self.declared.has_rollout and not self.fits(plan):
             for tp, ep in engine_sizes(self.hf, self.config, self.declared):
                 config = replace(plan.config, rollout=replace(plan.config.rollout, tp=tp, ep=ep))
-                memory = plan_memory(self.hf, config, self.declared, self.critic_hf)
+                memory = self.plan_stages(config)
                 candidate = replace(plan, config=config, memory=memory)
                 if self.fits(candidate):
                     return candidate

@@ -221,6 +221,7 @@ def validate(
         passes(check_user_workers, config, declared, registered)
     is_layout_valid = passes(check_placement, config, declared.roles, warnings)
     is_layout_valid = is_layout_valid and passes(checks.check_nodes, config, declared)
+    is_layout_valid = is_layout_valid and passes(checks.check_registered_buffers, config, declared)
     passes(checks.check_run_dir, config)
     passes(parse_expectations, config)
     passes(check_sandbox, config, declared, warnings, dry_run)
@@ -507,6 +508,10 @@ def _describe_host_memory(hf: HFConfig, config: Config, declared: Requirements, 
         share = min(config.parallel.world_size, config.parallel.ranks_per_node) / config.parallel.world_size
         tokens = share * sequences * max(0, longest - indices.topk)
         parts["records of sparse attention"] = round(3 * tokens * indices.token_bytes)
+    reads_images = family_of(hf).vision is not None and declared.item == "prompts"
+    if reads_images and (num_bytes := checks.mean_image_bytes(config)):  # in the batch, and in a pass's exchange
+        share = min(config.parallel.world_size, config.parallel.ranks_per_node) / config.parallel.world_size
+        parts["images"] = round(2 * share * sequences * num_bytes)
     ranks_per_node, total_bytes = min(config.parallel.world_size, config.parallel.ranks_per_node), sum(parts.values())
     num_leads = max(1, ranks_per_node // config.rollout.tp)
     on_rank = format_bytes(total_bytes // ranks_per_node)

@@ -164,7 +164,8 @@ class Connection:
         self._task.add_done_callback(lambda task: self._ready.set())
         reason = f"did not answer within {START_LIMIT_S:g} s"
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._ready.wait(), START_LIMIT_S)
+            async with asyncio.timeout(START_LIMIT_S):
+                await self._ready.wait()
             if not self._task.done():
                 return
             if not self._task.cancelled():

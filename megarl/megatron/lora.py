@@ -158,7 +158,8 @@ def add_adapters(model: GPTModel, hf: Mapping[str, Any], config: Config) -> None
     every layout. B is zero.
     """
     family = family_of(hf)
-    targeted = adapted_weights(family.params(hf, config.parallel.tp, config.parallel.etp), config.lora.target_modules)
+    params = family.params(hf, config.parallel.tp, config.parallel.etp, mtp=bool(model.config.mtp_num_layers))
+    targeted = adapted_weights(params, config.lora.target_modules)
     table = {param.megatron: param for param in targeted}
     model.requires_grad_(False)
     if isinstance(getattr(model, "output_layer", None), ValueHead):

@@ -81,7 +81,9 @@ class MTPModel(GPTModel):  # type: ignore[misc]
             return hidden_states
         # Not the tokens: a recomputation would keep them alive.
         layer_kwargs = {name: context[name] for name in ("attention_mask", "rotary_pos_emb", "packed_seq_params")}
-        states, state = [hidden_states], hidden_states.detach()
+        # Recomputation yields no gradients unless some input requires one, and with LoRA all weights before it may be
+        # frozen.
+        states, state = [hidden_states], hidden_states.detach().requires_grad_()
         for layer, tokens in zip(self.mtp.layers, labels[:-1], strict=True) if labels is not None else ():
             embedded = self.embedding(input_ids=tokens[None], position_ids=context["position_ids"])
             # A stage that holds its embedding only for MTP still needs a gradient for it: zero.
@@ -92,7 +94,7 @@ class MTPModel(GPTModel):  # type: ignore[misc]
                 return emitted
 
             if self.config.recompute_granularity == "full" and not self.config.fp8:  # it would disturb FP8 scales
-                state = tensor_parallel.checkpoint(run, False, state.requires_grad_(), embedded)
+                state = tensor_parallel.checkpoint(run, False, state, embedded)
             else:
                 state = run(state, embedded)
             states.append(state)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import filterfalse
 from typing import Any
 
 import torch
@@ -83,13 +84,14 @@ def merge_adapter(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale:
 def peft_tensors(tensors: Mapping[str, torch.Tensor], params: Iterable[Param], rank: int) -> dict[str, torch.Tensor]:
     """Return the tensors of PEFT's adapter_model.safetensors, by their names there.
 
-    HF tensors that share an A get a copy each.
+    HF tensors that share an A get a copy each. Multi-token prediction layers are left out: transformers' models, which
+    PEFT adapts, have none.
 
     tensors: full factors, by the HF names of `factor_params`.
     params: the adapted weights.
     """
     renamed = {}
-    for param in params:
+    for param in filterfalse(_is_mtp, params):
         a, b = factor_params(param, rank)
         for weight, b_part in zip(param.hf, b.hf, strict=True):
             renamed[PEFT_PREFIX + _factor(weight.name, "lora_A")] = tensors[a.hf[0].name]
@@ -99,7 +101,9 @@ def peft_tensors(tensors: Mapping[str, torch.Tensor], params: Iterable[Param], r
 
 def peft_config(params: Sequence[Param], lora: LoraConfig, base: str) -> dict[str, Any]:
     """Return PEFT's adapter_config.json for a model with this table. base: folder of the base model."""
-    adapted = {tensor.name for param in adapted_weights(params, lora.target_modules) for tensor in param.hf}
+    weights = filterfalse(_is_mtp, adapted_weights(params, lora.target_modules))
+    adapted = {tensor.name for param in weights for tensor in param.hf}
+    params = list(filterfalse(_is_mtp, params))
     modules = sorted(name.removesuffix(".weight") for name in adapted)
     last_names = sorted({module.rpartition(".")[2] for module in modules})
     matching = {t.name for p in params for t in p.hf if t.name.removesuffix(".weight").rpartition(".")[2] in last_names}
@@ -117,6 +121,10 @@ def peft_config(params: Sequence[Param], lora: LoraConfig, base: str) -> dict[st
         # Last name components, as is usual, unless some layers with these names have no adapter.
         "target_modules": last_names if matching == adapted else modules,
     }
+
+
+def _is_mtp(param: Param) -> bool:
+    return param.megatron.startswith("mtp.")
 
 
 def _factor(weight: str, factor: str) -> str:

@@ -159,8 +159,6 @@ def num_trained_mtp(hf: HFConfig, config: Config) -> int:
             "would give the last stage an embedding and an output layer of its own; set parallel.pp=1 or "
             "train.mtp_loss_coef=0"
         )
-    if config.lora.rank:
-        raise ConfigError("train.mtp_loss_coef trains whole layers, lora.rank adapters alone; set one of them to 0")
     return family.num_mtp_layers(hf)
 
 

@@ -463,11 +463,6 @@ def check_placement(config: Config, roles: Collection[str], warnings: list[str])
 
 def _check_model(config: Config, placement: Placement, role: str) -> None:
     layout, is_on_all_ranks = role_parallel(config, role), len(placement.ranks_of(role)) == placement.world
-    if config.train.ddp.get("nccl_ub") and not is_on_all_ranks:
-        raise ConfigError(
-            f"train.ddp.nccl_ub: Megatron waits for all ranks of the job in it, but placement has the {role} on "
-            f"{placement.format_ranks(role)} only; remove one of them"
-        )
     try:
         check_layout(
             layout,

@@ -65,7 +65,7 @@ class JudgeOptions(HttpOptions):
     """Further request fields, which override the defaults of temperature 0 and 1024 tokens: seed, max_tokens, ..."""
 
     @classmethod
-    def read_own(cls, options: dict[str, Any], concurrency: int, timeout: float) -> Self:
+    def read_for_job_engines(cls, options: dict[str, Any], concurrency: int, timeout: float) -> Self:
         """Parse the options of a judge on the job's engines, which set the address. Raises ConfigError as `read` does.
 
         concurrency, timeout: those of the engines.
@@ -117,10 +117,10 @@ class Judge(HttpScorer):
     part, path, status_path = "judge", "/chat/completions", "/models"
     options: JudgeOptions
 
-    def __init__(self, options: JudgeOptions, is_own: bool = False) -> None:
-        """is_own: the job's engines serve it; see `at`."""
+    def __init__(self, options: JudgeOptions, has_job_engines: bool = False) -> None:
+        """has_job_engines: the job's engines serve it; see `at`."""
         super().__init__(options, "judge", batch_size=1)
-        self.is_own = is_own
+        self.has_job_engines = has_job_engines
         self._pattern = regex.compile(options.pattern)
 
     def at(self, url: str, api_key: str) -> Judge:

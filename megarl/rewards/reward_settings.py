@@ -58,7 +58,7 @@ def build_services(config: Config, options: Mapping[str, Any]) -> dict[str, Http
             raise ConfigError(str(error).replace(OPTIONS_PREFIX, f"{key}.")) from None
         scorer.part, scorer.options_prefix = name, f"{key}."
         services[name] = scorer
-    if is_engine_role(config, JUDGE) and not any(isinstance(s, Judge) and s.is_own for s in services.values()):
+    if is_engine_role(config, JUDGE) and not any(isinstance(s, Judge) and s.has_job_engines for s in services.values()):
         raise ConfigError(
             "roles.judge has engines for a judge, but there is none without a url: set roles.reward.backend to judge, "
             "or [megatron, judge] beside a model, or remove roles.judge"
@@ -72,7 +72,9 @@ def _build_service(config: Config, backend: str, options: dict[str, Any]) -> Htt
     if "url" in options or not is_engine_role(config, JUDGE):
         return Judge(JudgeOptions.read(options))
     rollout = policy_config(config, JUDGE).rollout
-    return Judge(JudgeOptions.read_own(options, rollout.concurrency, rollout.request_timeout), is_own=True)
+    return Judge(
+        JudgeOptions.read_for_job_engines(options, rollout.concurrency, rollout.request_timeout), has_job_engines=True
+    )
 
 
 def check_reward(config: Config, requirements: Requirements, options: dict[str, Any]) -> None:

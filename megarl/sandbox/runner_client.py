@@ -77,7 +77,8 @@ class RunnerClient:
             info = self.runner_info
         else:
             greeting = self._pending.setdefault(0, loop.create_future())
-            info, _ = await asyncio.wait_for(asyncio.shield(greeting), _READY_S)
+            async with asyncio.timeout(_READY_S):
+                info, _ = await asyncio.shield(greeting)
         if info["kind"] == "refused":
             self.close()
             raise ConfigError(

@@ -31,7 +31,7 @@ class Requirements:
     has_dynamic_sampling: bool = False
     needs_greedy: bool = False
     workers: Mapping[str, str] = field(default_factory=dict)
-    own_tokenizer_roles: tuple[str, ...] = ()
+    cross_tokenizer_roles: tuple[str, ...] = ()
     """Roles whose models read texts in their own tokens, so that their tokenizers may differ from the policy's."""
     policies: Mapping[str, Requirements] = field(default_factory=dict)
     """Requirements of each policy of several, by name; the first has the empty name."""

@@ -152,13 +152,13 @@ class RewardWorker(Worker):
     def start(self) -> None:
         """Raises ConfigError if a service does not respond."""
         for service in self.services.values():
-            if self._own_engines(service) is None:
+            if self._judge_engines(service) is None:
                 run_on_all(service.check_credentials)
                 run_on_all(service.check_reachable, rank_zero_only=True)
 
-    def _own_engines(self, service: HttpScorer) -> Engines | None:
+    def _judge_engines(self, service: HttpScorer) -> Engines | None:
         """Return the job's engines for this service; None if it is outside of the job."""
-        return self.context.engines.get(JUDGE) if isinstance(service, Judge) and service.is_own else None
+        return self.context.engines.get(JUDGE) if isinstance(service, Judge) and service.has_job_engines else None
 
     def wait_ready(self) -> None:
         """Raises ConfigError if the pool's processes cannot load the functions."""
@@ -210,7 +210,7 @@ class RewardWorker(Worker):
         """Return one of `judged_parts` for each local rollout. `rollouts` contains no aborted rollouts. Collective."""
         service = self.services[part]
         max_failed = self.config.reward.max_failed_frac * len(rollouts)
-        if isinstance(service, Judge) and (engines := self._own_engines(service)) is not None:
+        if isinstance(service, Judge) and (engines := self._judge_engines(service)) is not None:
             num_engines = len(engines.engine_ranks)
             with engines.with_timeout(service.max_duration(-(-len(rollouts) // num_engines))):
                 return score_on_engines(engines, service, rollouts, max_failed)

@@ -180,7 +180,9 @@ LINES = [
     prompt("sharegpt", ("not a message with role",), {"prompt": [{"from": "human", "value": "x"}], "label": 1}),
     prompt("a missing image", ("'images'", "cannot read"), {"prompt": "x", "label": 1, "images": [{"path": "a.png"}]}),
     prompt("a column of videos", ("'videos'", "only text"), {"prompt": "x", "label": 1, "videos": [{"path": "a.mp4"}]}),
-    prompt("an image", ("'image_url'", "text"), {"prompt": [USER | {"content": [{"type": "image_url"}]}], "label": 1}),
+    prompt(
+        "no image", ("'image_url'", "'images'"), {"prompt": [USER | {"content": [{"type": "image_url"}]}], "label": 1}
+    ),
     prompt(
         "a content part without text", ("the part",), {"prompt": [USER | {"content": [{"type": "text"}]}], "label": 1}
     ),
@@ -261,7 +263,7 @@ CONVERSATIONS = [
     ),
     conversation("role null", ("not a message with role",), {"messages": [USER | {"role": None}, ANSWER]}),
     conversation(
-        "an image", ("'image_url'", "text"), {"messages": [USER | {"content": [{"type": "image_url"}]}, ANSWER]}
+        "no image", ("'image_url'", "'images'"), {"messages": [USER | {"content": [{"type": "image_url"}]}, ANSWER]}
     ),
     conversation("content an object", ("must be text",), {"messages": [USER, ANSWER | {"content": {"text": "2"}}]}),
     conversation("tool calls as text", ("calls",), {"messages": [USER, ANSWER | {"tool_calls": "f()"}, ANSWER]}),
@@ -342,7 +344,12 @@ PREFERENCES = [
         {"chosen": [USER, ANSWER, USER], "rejected": [USER, ANSWER]},
     ),
     pair("an unknown role", ("'gpt'",), PAIR | {"chosen": [{"role": "gpt", "content": "x"}]}),
-    pair("an image", ("'image_url'",), PAIR | {"chosen": [ANSWER | {"content": [{"type": "image_url"}]}]}),
+    pair(
+        "an image for a model of text",
+        ("no vision tower",),
+        {"prompt": "<image>?", "images": [{"bytes": "AAAA"}], "chosen": "2", "rejected": "3"},
+    ),
+    pair("no image", ("'image_url'",), PAIR | {"chosen": [ANSWER | {"content": [{"type": "image_url"}]}]}),
     Case("pairs: empty", ("holds no pair",), PAIRS, write_file(b"")),
     Case("pairs: the same answers", ("own.jsonl:3", "the same"), PAIRS, third_row(PAIR, PAIR | {"rejected": "2"})),
     Case("pairs: a tool without a name", ("own.jsonl:3", "schema"), PAIRS, third_row(PAIR, PAIR | {"tools": [{}]})),

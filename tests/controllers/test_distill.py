@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 from thread_ranks import as_ranks
 
+from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import Config, ConfigError, from_dict
 from megarl.controllers.controller import load_requirements, make_controller
 from megarl.controllers.cross_tokenizer import align_answer, align_rollouts
-from megarl.types import LOCAL, Comm, ModelOutput, Prompt, Rollout, Rollouts, TrainBatch, Turn
+from megarl.controllers.distill import fill_prompt, replace_prompts
+from megarl.types import LOCAL, Comm, Image, ModelOutput, Prompt, Rollout, Rollouts, TrainBatch, Turn, as_token_ids
 from megarl.workers.futures import Future
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -135,6 +139,16 @@ def test_step_does_not_depend_on_world_size(options: dict[str, Any]) -> None:
         torch.testing.assert_close(first, single_rank, rtol=1e-5, atol=1e-6)
 
 
+class NineChat:
+    """Renders messages of n letters as n times the token 9."""
+
+    def render_prompt(self, prompt: Prompt) -> Prompt:
+        return replace(prompt, token_ids=as_token_ids([9] * len(prompt.messages[-1]["content"])))
+
+    def decode(self, ids: Any) -> str:
+        return "q" * len(ids)
+
+
 class PromptedFlow(TableFlow):
     """A flow whose teachers' log-probs are minus the token's id, minus 10 for each token of the prompt, times a factor.
     The chat encodes a message of n letters as n tokens."""
@@ -144,8 +158,7 @@ class PromptedFlow(TableFlow):
         self.batches: dict[str, TrainBatch] = {}
         self.math, self.code = (self.make_teacher(name, factor) for name, factor in (("math", 1.0), ("code", 3.0)))
         self.reference = self.make_teacher("reference", 1.0)
-        chat = SimpleNamespace(encode_prompt=lambda prompt: [9] * len(prompt.messages[-1]["content"]))
-        self.data = SimpleNamespace(chat=chat, max_positions=40)
+        self.data = SimpleNamespace(chat=NineChat(), max_positions=40)
 
     def make_teacher(self, name: str, factor: float) -> Any:
         def forward(batch: TrainBatch) -> Future[ModelOutput]:
@@ -221,10 +234,36 @@ def test_a_teachers_prompt_must_fit_the_data() -> None:
     long = user_prompts("q", extra={"solution": "x" * 40})
     with pytest.raises(ConfigError, match="a conversation of 44 tokens, beyond the model's 40 positions"):
         run_prompted(teachers, long)
-    with pytest.raises(ConfigError, match="prompt 0 does not begin with its prompt"):  # the engine's has one token
+    with pytest.raises(ConfigError, match="prompt 0 does not begin with its row's"):  # the engine's has one token
         run_prompted({"reference": {"prompt": "{prompt}"}}, user_prompts("two"))
+    (picture,) = user_prompts("<image>", images=(Image(b"png"),))
+    with pytest.raises(ConfigError, match=r"prompt 0 has images, .* let the template have \{prompt\} once"):
+        fill_prompt(picture, "{prompt}{prompt}", "key")
+    assert fill_prompt(picture, "{prompt}?", "key").images == picture.images
     with pytest.raises(ConfigError, match="prompt 0 has no user message to replace"):
         run_prompted({"reference": {"prompt": "{prompt}"}}, [Prompt("0", ({"role": "system", "content": "q"},))])
+
+
+def test_a_teachers_prompt_replaces_the_last_message_that_an_environment_wrote() -> None:
+    """All other tokens of the conversation stay, also those that are not what the template would write today."""
+    chat, user = ChatTemplate(tiny_models.tokenizer()), "<|im_start|>user\n"
+    system, asked = "<|im_start|>system\nShort!<|im_end|>\n", "<|im_end|>\n<|im_start|>assistant\n"
+    start = [*chat.encode(system), *chat.encode(f"{user}2+")[:-1], *chat.encode("+"), *chat.encode(f"2?{asked}")]
+    assert chat.decode(start) == f"{system}{user}2+2?{asked}"
+    row = Prompt("p", ({"role": "user", "content": "task 7"},), ground_truth=4, extra={"hint": "even"})
+    messages = tuple(
+        {"role": role, "content": content}
+        for role, content in (("system", "Short!"), ("user", "2+2?"), ("assistant", "5"), ("user", "Sure?"))
+    )
+    answer = Turn(chat.encode("5<|im_end|>"), [0.0] * len(chat.encode("5<|im_end|>")), True)
+    rollout = Rollout(row, (Turn(start), answer, Turn(chat.encode("Sure?"))), messages=messages)
+    flow: Any = SimpleNamespace(data=SimpleNamespace(chat=chat, max_positions=1000))
+    taught = replace_prompts(flow, Rollouts.gather([rollout]), "{prompt} It is {ground_truth}, {hint}.", "key").local[0]
+    assert chat.decode(taught.turns[0].token_ids) == f"{system}{user}2+2? It is 4, even.{asked}"
+    assert taught.turns[1:] == rollout.turns[1:]
+    kept = len(chat.encode(system + user))
+    assert taught.turns[0].token_ids[:kept].tolist() == start[:kept]
+    assert taught.turns[0].token_ids[-5:].tolist() == start[-5:]
 
 
 class LetterChat:
@@ -305,8 +344,9 @@ def test_requirements() -> None:
         ({"options": {"teachers": {"actor": {}}}}, "options.teachers.actor without a prompt: .* every advantage is 0"),
         ({"options": {"teachers": {"reference": {}}}}, "options.teachers.reference without a prompt"),
         ({"options": {"teachers": {"critic": {}}}}, "options.teachers.critic: a teacher is reference, actor, or"),
-        ({"options": {"teachers": {"a": {"tokenizer": "own"}, "b": {}}}}, "it must be the only teacher"),
-        ({"options": {"teachers": {"a": {"tokenizer": "own"}}}}, "text of one answer: set rollout.max_turns=1"),
+        ({"options": {"teachers": {"a": {"tokenizer": "teacher"}, "b": {}}}}, "it must be the only teacher"),
+        ({"options": {"teachers": {"a": {"tokenizer": "own"}}}}, "a.tokenizer=own: this value is now called teacher"),
+        ({"options": {"teachers": {"a": {"tokenizer": "teacher"}}}}, "text of one answer: set rollout.max_turns=1"),
         ({"options": {"teachers": {"a": {"weight": 0}}}}, "options.teachers.a.weight"),
         ({"options": {"teachers": {"a": {"prompt": "{"}}}}, "options.teachers.a.prompt is not a format string"),
         ({"options": {"teachers": {"a": {"prompt": "{x.y}"}}}}, "{x.y} is not the name of a column"),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megarl.config import ConfigError
-from megarl.data.columns import check_text_only, parse_answer, parse_conversation, row_id, row_source
+from megarl.data.columns import check_media, parse_answer, parse_conversation, row_id, row_source
 
 pytestmark = pytest.mark.alone
 
@@ -122,10 +122,10 @@ def test_invalid_conversations_raise(name: str) -> None:
 
 
 def test_nonempty_multimodal_columns_raise() -> None:
-    check_text_only({"images": [], "videos": None, "image": "a container's"}, "f:1")
-    for name in ("images", "videos", "audios"):
-        with pytest.raises(ConfigError, match=f"f:1: there are '{name}'; only text can be trained on: drop the row"):
-            check_text_only({name: [{"bytes": b"x"}]}, "f:1")
+    check_media({"images": [{"bytes": b"x"}], "videos": None, "audios": []}, "f:1")
+    for name in ("videos", "audios"):
+        with pytest.raises(ConfigError, match=f"f:1: there are '{name}'; only text and images can be trained on"):
+            check_media({name: [{"bytes": b"x"}]}, "f:1")
 
 
 def test_parses_hh_dialogues() -> None:

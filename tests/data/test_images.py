@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from megarl.config import ConfigError
-from megarl.data.datasets import check_first_rows, read_prompts
-from megarl.data.images import ImageProcessor
-from megarl.types import Prompt
+from megarl.data.datasets import check_first_rows, read_conversations, read_preferences, read_prompts
+from megarl.data.images import ImageFormat, ImageProcessor
+from megarl.types import Prompt, Turn
 
 pytestmark = pytest.mark.alone
 
@@ -104,10 +104,130 @@ def test_names_the_row_of_a_bad_image(tmp_path: Path, images: Any, message: str)
 def test_images_are_in_one_place(tmp_path: Path) -> None:
     part = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + base64.b64encode(png()).decode()}}
     row = {"prompt": [{"role": "user", "content": [part]}], "images": [part["image_url"]]}
-    with pytest.raises(ConfigError, match="there are images in 'images' and in 'prompt'; keep one of them"):
+    with pytest.raises(ConfigError, match="there are images in 'images' and in the messages; keep one of them"):
         read(tmp_path, row)
-    with pytest.raises(ConfigError, match="only text can be trained on"):
+    with pytest.raises(ConfigError, match="only text and images can be trained on"):
         read(tmp_path, {"prompt": QUESTION, "videos": ["a.mp4"]})
+
+
+class CharTokenizer:
+    """A tokenizer whose ids are code points. Its template writes `(role:content;`."""
+
+    eos_token = ";"
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], add_generation_prompt: bool, **_: Any) -> str:
+        text = "".join(f"({message['role'][0]}:{message['content']};" for message in messages)
+        return text + ("(a:" if add_generation_prompt else "")
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return [ord(char) for char in text]
+
+
+def text(turn: Turn) -> str:
+    return "".join(map(chr, turn.token_ids))
+
+
+def write_row(tmp_path: Path, row: dict[str, Any]) -> Path:
+    (tmp_path / "data.jsonl").write_text(json.dumps(row) + "\n")
+    return tmp_path / "data.jsonl"
+
+
+ANSWER = {"role": "assistant", "content": "Two."}
+WORSE = {"role": "assistant", "content": "Five."}
+
+
+def test_conversations_have_images_in_any_message_of_the_user_and_of_tools(
+    tmp_path: Path, processor: ImageProcessor
+) -> None:
+    """A picture of 16 x 24 pixels has 2 x 3 tokens, one of 16 x 16 has 2 x 2."""
+    images = ImageFormat("<", "x", ">", ord("x"), processor)
+    first, second = png(16, 24), png(16, 16)
+    files = [{"bytes": base64.b64encode(data).decode()} for data in (first, second)]
+    url = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + files[0]["bytes"]}}
+    last = {"role": "tool", "content": "Zoom: <image>"}
+    (rollout,) = read_conversations(
+        write_row(tmp_path, {"messages": [*QUESTION, ANSWER, last, ANSWER], "images": files}),
+        CharTokenizer(),
+        images=images,
+    )
+    assert [text(turn) for turn in rollout.turns] == [
+        "(u:<xxxxxx>How many?;(a:",
+        "Two.;",
+        "(t:Zoom: <xxxx>;(a:",
+        "Two.;",
+    ]
+    assert [[(image.start, image.num_tokens, image.data) for image in turn.images] for turn in rollout.turns] == [
+        [(4, 6, first)],
+        [],
+        [(10, 4, second)],
+        [],
+    ]
+    assert rollout.prompt.images == rollout.turns[0].images and rollout.images[1].start == 24 + 5 + 10
+    # Parts of a message hold the image, or stand for one of the column.
+    for part, column in ((url, {}), ({"type": "image", "text": None}, {"images": files[:1]})):
+        asked = [{"role": "user", "content": [part, {"type": "text", "text": "How many?"}]}]
+        (rollout,) = read_conversations(
+            write_row(tmp_path, {"prompt": asked, "completion": [ANSWER]} | column), CharTokenizer(), images=images
+        )
+        assert text(rollout.turns[0]) == "(u:<xxxxxx>How many?;(a:" and rollout.images[0].data == first
+
+
+def test_both_answers_of_a_pair_have_the_images_of_their_prompt(tmp_path: Path, processor: ImageProcessor) -> None:
+    images, data = ImageFormat("<", "x", ">", ord("x"), processor), png(16, 24)
+    encoded = base64.b64encode(data).decode()
+    part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded}"}}
+    asked = [{"role": "user", "content": [part, {"type": "text", "text": "How many?"}]}]
+    bare = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "How many?"}]}]
+    column = {"images": [{"bytes": encoded}]}
+    rows: list[dict[str, Any]] = [
+        {"prompt": QUESTION, "chosen": "Two.", "rejected": "Five."} | column,
+        {"prompt": bare, "chosen": [ANSWER], "rejected": [WORSE]} | column,  # as in TRL
+        {"prompt": asked, "chosen": [ANSWER], "rejected": [WORSE]},
+        {"chosen": [*asked, ANSWER], "rejected": [*asked, WORSE]},
+        {"prompt": asked, "chosen": [*asked, ANSWER], "rejected": [*asked, WORSE]},
+    ]
+    for row in rows:
+        (pair,), dropped = read_preferences(write_row(tmp_path, row), CharTokenizer(), 100, 100, images=images)
+        for rollout, answer in ((pair.chosen, "Two.;"), (pair.rejected, "Five.;")):
+            assert [text(turn) for turn in rollout.turns] == ["(u:<xxxxxx>How many?;(a:", answer] and not dropped
+            assert [(image.start, image.data) for image in rollout.images] == [(4, data)]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            {"images": []},
+            "a part of type 'image' or 'image_url' has no image, and there is no column 'images'; add one",
+        ),
+        ({"chosen": "See <image>"}, "there are 1 images, but <image> occurs 2 times in the messages"),
+        ({"prompt": "How many?", "chosen": "See <image>"}, "the assistant's words hold <image>, but the policy writes"),
+        ({"images": [{"bytes": "AAAA"}]}, "no image that Pillow reads"),
+    ],
+)
+def test_names_the_pair_of_a_misplaced_image(
+    tmp_path: Path, row: dict[str, Any], message: str, processor: ImageProcessor
+) -> None:
+    images = ImageFormat("<", "x", ">", ord("x"), processor)
+    prompt = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "How many?"}]}]
+    column = [{"bytes": base64.b64encode(png()).decode()}]
+    file = write_row(tmp_path, {"prompt": prompt, "chosen": "2", "rejected": "3", "images": column} | row)
+    with pytest.raises(ConfigError, match="data.jsonl:1") as error:
+        read_preferences(file, CharTokenizer(), 100, 100, images=images)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_pair_has_one_prompt_and_needs_a_model_that_reads_images(tmp_path: Path) -> None:
+    sides = []
+    for seed, answer in ((0, ANSWER), (1, WORSE)):
+        url = "data:image/png;base64," + base64.b64encode(png(seed=seed)).decode()
+        sides.append([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}, answer])
+    file = write_row(tmp_path, {"chosen": sides[0], "rejected": sides[1]})
+    with pytest.raises(ConfigError, match="'chosen' and 'rejected' begin differently"):
+        read_preferences(file, CharTokenizer(), 100, 100)
+    file = write_row(tmp_path, {"chosen": sides[0], "rejected": [sides[0][0], WORSE]})
+    with pytest.raises(ConfigError, match="there are images, but the model of model.path has no vision tower"):
+        read_preferences(file, CharTokenizer(), 100, 100)
 
 
 def test_prompts_that_differ_in_their_images_are_different_rows(tmp_path: Path) -> None:

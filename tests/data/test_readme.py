@@ -76,4 +76,4 @@ def test_reads_readme_tool_calls(number: int, suffix: str, tmp_path: Path) -> No
 def test_reads_readme_pairs(number: int, suffix: str, tmp_path: Path) -> None:
     ((location, row),) = read_rows(write(ROWS["pairs"][number], tmp_path / f"a.{suffix}"))
     worse = {"role": "assistant", "content": "6"}
-    assert check_pair(row, location) == {"chosen": (QUESTION, ANSWER), "rejected": (QUESTION, worse)}
+    assert check_pair(row, location) == {"chosen": ((QUESTION, ANSWER), []), "rejected": ((QUESTION, worse), [])}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from pathlib import Path
@@ -10,10 +11,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
 from megarl.config import Config, ConfigError, from_dict
 from megarl.controllers.controller import load_requirements
-from megarl.dry_run.config_checks import check_data, check_drafts
+from megarl.dry_run.config_checks import check_data, check_drafts, check_registered_buffers, mean_image_bytes
+from megarl.dry_run.model_folders import check_same_tokenizer
 
 pytestmark = pytest.mark.alone
 
@@ -109,6 +113,50 @@ def test_warns_of_an_environment_column_without_environments(tmp_path: Path) -> 
         f"{file}, train-1: the column 'environment' is 'Guess', but rollout.environments is empty, so no environment "
         "is used; set it, or omit the column"
     )
+
+
+def test_registered_buffers_need_all_ranks_of_trained_roles_only() -> None:
+    """Only gradient buffers are registered, at whose creation Megatron waits for the whole job."""
+
+    def check(**placement: str) -> None:
+        tree = {"algorithm": "ppo", "parallel": {"world_size": 4}, "train": {"ddp": {"nccl_ub": True}}}
+        config = from_dict({**tree, "placement": placement})
+        check_registered_buffers(config, load_requirements(config))
+
+    check(reference="0-1", rollout="2-3")
+    for trained in ("actor", "critic"):
+        with pytest.raises(ConfigError, match=rf"nccl_ub: Megatron waits .*, but placement has the {trained} on 0-1"):
+            check(**{"critic": "all", trained: "0-1"})
+
+
+def write_tokenizer(folder: Path, merges: list[tuple[str, str]]) -> str:
+    vocabulary = {text: number for number, text in enumerate(("a", "b", "c", "ab", "bc", "abc"))}
+    folder.mkdir()
+    Tokenizer(BPE(vocabulary, merges)).save(str(folder / "tokenizer.json"))
+    return str(folder)
+
+
+def test_models_of_the_policys_tokens_merge_as_it_does(tmp_path: Path) -> None:
+    """With equal tokens, `abc` is `ab c` or `a bc` before it is `abc`, so that `abb` or `bbc` are written otherwise."""
+    merges = [("a", "b"), ("b", "c"), ("ab", "c")]
+    config = from_dict({"model": {"path": write_tokenizer(tmp_path / "policy", merges)}})
+    check_same_tokenizer(config, "source", write_tokenizer(tmp_path / "equal", merges), "it must")
+    other = write_tokenizer(tmp_path / "other", [("a", "b"), ("b", "c"), ("a", "bc")])
+    with pytest.raises(ConfigError, match=r"source has .* tokens are equal, but not its merges, from number 2 on; it"):
+        check_same_tokenizer(config, "source", other, "it must")
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text/vocab.json").write_text(json.dumps({"a": 0, "b": 1, "c": 2, "ab": 3, "bc": 4, "abc": 5}))
+    (tmp_path / "text/merges.txt").write_text("#version: 0.2\na b\nb c\nab c\n")
+    check_same_tokenizer(config, "source", str(tmp_path / "text"), "it must")
+
+
+def test_mean_size_of_images(tmp_path: Path) -> None:
+    """Two images of 3 and 5 bytes in a row, none in the other."""
+    images = [{"bytes": base64.b64encode(data).decode()} for data in (b"abc", b"abcde")]
+    rows = [{"prompt": "<image><image>", "images": images, "label": 1}, {"prompt": "x", "label": 1}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert mean_image_bytes(from_dict({"data": {"train": [str(tmp_path / "a.jsonl"), "no.jsonl"]}})) == 4
+    assert mean_image_bytes(from_dict({})) == 0
 
 
 def test_nan_in_the_curriculum_column_raises(tmp_path: Path) -> None:

@@ -331,7 +331,6 @@ def test_dense_model_rejects_routing_replay(plan) -> None:
 @pytest.mark.parametrize(
     "overrides, message",
     [
-        (["lora.rank=4"], r"train.mtp_loss_coef trains whole layers, lora.rank adapters alone; set one of them to 0"),
         (
             ["algorithm=reward_model"],
             r"train.mtp_loss_coef trains a policy's layers, but algorithm=reward_model trains none",
@@ -349,6 +348,7 @@ def test_mtp_training_limits(plan, overrides: list[str], message: str) -> None:
     assert re.search(message, error)
     stages = ["parallel.pp=2", "parallel.ep=1", "model.megatron.num_layers_in_last_pipeline_stage=30"]
     assert plan(*small, *stages, hf=hf).ok
+    assert plan(*small, *stages, "lora.rank=4", hf=hf).ok
     (error,) = plan(*small, *stages, hf=hf | {"tie_word_embeddings": True}).errors
     assert re.search(
         r"train.mtp_loss_coef with tie_word_embeddings=true and parallel.pp above 1 is not implemented", error

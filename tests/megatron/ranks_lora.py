@@ -17,6 +17,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 torch.set_num_threads(1)
 
+import mtp  # noqa: E402
 import reference  # noqa: E402
 import tiny  # noqa: E402
 from ranks_layout import ADAM, policy_loss, value_loss  # noqa: E402
@@ -25,10 +26,21 @@ from megarl.models.layout_algebra import shard, unshard  # noqa: E402
 from megarl.parallel import ranks as parallel_ranks  # noqa: E402
 from megarl.types import TrainBatch  # noqa: E402
 
-RANK, ALPHA = 3, 6.0
+RANK, ALPHA, MTP_COEF = 3, 6.0, 0.3
 # Megatron has them in one weight.
 SHARED_A = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj", "in_proj_ba": "in_proj_qkvz"}
 Tensors = dict[str, torch.Tensor]
+
+
+class MTPLoss(torch.nn.Module):
+    """Loss of a model's multi-token prediction layers."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return mtp.loss(self.model, tokens, weights)
 
 
 class Reference:
@@ -51,6 +63,7 @@ class Reference:
             self.factors[b] = (torch.randn(rows, RANK, generator=generator) * 0.2).requires_grad_()
         hidden = self.model.config.hidden_size
         self.head = reference.value_head(hidden).requires_grad_() if role == "critic" else None
+        self.mtp_layers = MTPLoss(self.model) if mtp.num_layers(self.model.config) else None
 
     def trained_params(self) -> Tensors:
         return self.factors | ({} if self.head is None else {reference.HEAD: self.head})
@@ -95,7 +108,13 @@ class Reference:
             loss = (batch.loss_weights * (output - batch.returns) ** 2).sum()
         else:
             loss = (batch.loss_weights * (-output * batch.advantages - 0.1 * entropy)).sum()
-        loss.backward()
+        minimised = loss
+        if self.mtp_layers is not None:
+            tensors = {f"model.{name}": tensor for name, tensor in join_experts(self.merged_params()).items()}
+            for a, b in reference.sequences(batch):
+                part = batch.tokens[a:b], batch.loss_weights[a:b]
+                minimised = minimised + MTP_COEF * torch.func.functional_call(self.mtp_layers, tensors, part)
+        minimised.backward()
         params = list(self.trained_params().values())
         norm = torch.nn.utils.clip_grad_norm_(params, ADAM["max_grad_norm"])
         adam = {name: ADAM[name] for name in ("lr", "weight_decay", "eps")}
@@ -105,7 +124,8 @@ class Reference:
 
 def has_adapter(name: str, targets: list[str]) -> bool:
     """Return whether an HF weight has an adapter."""
-    if not name.endswith(("_proj.weight", "_proj_with_mqa.weight", "in_proj_qkvz.weight", "in_proj_ba.weight")):
+    suffixes = "_proj.weight", "_proj_with_mqa.weight", "in_proj_qkvz.weight", "in_proj_ba.weight", "mtp.fc.weight"
+    if not name.endswith(suffixes):
         return False
     kind = {
         "experts.linear_fc1": ".mlp.experts." in name and not name.endswith("down_proj.weight"),
@@ -206,13 +226,16 @@ def check(family: str, role: str, targets: list[str], layout: dict[str, int], fo
     from megarl.megatron.dist_checkpoint import restore_model
     from megarl.megatron.trainer_model import MegatronModel
     from megarl.models.lora_tables import adapted_weights, peft_tensors
+    from megarl.models.registry import family_of
 
     sections: dict[str, Any] = {"actor_optimizer": ADAM, "critic": {"optimizer": ADAM}}
     megatron: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform"}
     megatron |= {"recompute_num_layers": 1}
-    if layout.get("pp", 1) > 1 and family == "deepseek_v3":  # a stage without experts
+    if layout.get("pp", 1) > 1 and family.startswith("deepseek_v3"):  # a stage without experts
         megatron = {"num_layers_in_first_pipeline_stage": 1}
     batch, expected = tiny.batch(), Reference(family, role, targets)
+    if expected.mtp_layers is not None:
+        sections["train"] = {"mtp_loss_coef": MTP_COEF}
     weights, output_name = expected.weights(), "logprobs" if role == "actor" else "values"
 
     def build(rank: int = RANK, recompute: bool = False, layout: dict[str, int] = layout) -> Any:
@@ -277,6 +300,8 @@ def check(family: str, role: str, targets: list[str], layout: dict[str, int], fo
     complete = dict(gather_hf(model.local_adapters(), model.adapter_params(), model.ranks))
     peft = peft_tensors(complete, adapted_weights(model.params(), targets), RANK)
     for name in exact:
+        if name.startswith(family_of(tiny.HF[family]).untrained_prefixes(tiny.HF[family])):  # of an MTP layer
+            continue
         module, a, b = factor_names(name)
         for kind, expected_weight in (("lora_A", a), ("lora_B", b)):
             assert torch.equal(peft.pop(f"base_model.model.{module}.{kind}.weight"), factors[expected_weight])

@@ -34,6 +34,8 @@ MODELS = [
     "deepseek_v32:actor@tp=2",
     "qwen3_next:actor@tp=2",
     f"deepseek_v3:actor:{EXPERTS}@pp=2",  # the first stage is a dense layer without trained parameters
+    "deepseek_v3_mtp:actor@pp=2",
+    "glm4_moe_mtp:actor@tp=2,ep=2",
 ]
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_configs import QWEN2
 
 from megarl.config import Config, ConfigError, ParallelConfig, from_dict, load_config
 from megarl.controllers.controller import load_requirements
@@ -36,18 +37,6 @@ pytestmark = pytest.mark.alone
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MODELS = ROOT / "configs" / "models"
-QWEN2: dict[str, Any] = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "vocab_size": 1024,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-}
 MOE = QWEN2 | {
     "architectures": ["Qwen3MoeForCausalLM"],
     "head_dim": 32,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
+from small_configs import QWEN2
 
 from megarl.config import from_dict
 from megarl.controllers.controller import load_requirements
@@ -12,18 +11,6 @@ from megarl.models.memory import engine_bytes, plan_memory
 
 pytestmark = pytest.mark.alone
 
-QWEN2: dict[str, Any] = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "vocab_size": 1024,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-}
 DEEP = {**QWEN2, "num_hidden_layers": 8}
 JUDGE = {"backend": "sglang", "model": "/judge", "rollout": {"tp": 2, "max_context": 100, "concurrency": 3}}
 KV_BYTES = 2 * 300 * 2 * 8 * 1 * 16  # bf16; tokens; keys and values; layers; a head of two on each rank; head size

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_configs import QWEN2
 
 from megarl.config import from_dict
 from megarl.models.flops import active_params
@@ -22,18 +23,7 @@ from published import PUBLISHED_RUNS, PublishedRun  # noqa: E402
 pytestmark = pytest.mark.alone
 
 MODELS = Path(__file__).resolve().parents[2] / "configs/models"
-DENSE: dict[str, Any] = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-}
+DENSE: dict[str, Any] = QWEN2 | {"vocab_size": 128}
 MOE = DENSE | {"architectures": ["Qwen3MoeForCausalLM"], "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2}
 MOE |= {"moe_intermediate_size": 48, "norm_topk_prob": True}
 TOKENS = 1000

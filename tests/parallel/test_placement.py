@@ -237,7 +237,6 @@ INVALID_PLACEMENTS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"actor": "0-3"}, {"parallel": {"ep": 8}}, r"parallel.ep=8 does not divide the 4 ranks of a pipeline stage"),
     ({"critic": "all"}, {"critic": {"parallel": {"tp": 3}}}, r"the critic: critic.parallel.world_size=8 is not a mult"),
     ({"actor": "0-3"}, {"critic": {"parallel": {"world_size": 4}}}, r"placement.critic sets the ranks of the critic"),
-    ({"actor": "0-3"}, {"train": {"ddp": {"nccl_ub": True}}}, r"train.ddp.nccl_ub: Megatron waits for all ranks"),
 ]
 
 

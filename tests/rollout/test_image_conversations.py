@@ -17,9 +17,9 @@ import pytest
 import tiny_models
 from scripted import CONFIG, ScriptedPolicy, call, parse
 
-from megarl.chat_format.chat_template import ChatTemplate, ImageFormat
+from megarl.chat_format.chat_template import ChatTemplate, load_image_format
 from megarl.config import ConfigError
-from megarl.data.images import ImageProcessor
+from megarl.data.images import ImageFormat, ImageProcessor
 from megarl.engine.engine_protocol import Generation
 from megarl.environments.catalog import load_tools
 from megarl.environments.environment_process import split_images
@@ -157,4 +157,4 @@ def test_splits_the_parts_that_a_tool_returned(tmp_path: Path) -> None:
 def test_folder_of_a_text_model_has_no_image_format(config: Any, tmp_path: Path) -> None:
     if config is not None:
         (tmp_path / "config.json").write_text(json.dumps(config))
-    assert ImageFormat.load(str(tmp_path), tiny_models.tokenizer()) is None
+    assert load_image_format(str(tmp_path), tiny_models.tokenizer()) is None

@@ -66,6 +66,23 @@ def tool(capsys: pytest.CaptureFixture[str]) -> Tool:
     return run
 
 
+def test_frozen_models_count(tool: Tool) -> None:
+    """A teacher of 30 billion parameters in bf16 takes 2 bytes of each, over 8 ranks, and may leave no layout."""
+    name, eight = "qwen3-30b-a3b", ["--layout", "world=8,tp=4,ep=8", "--gpu-gb", "500"]
+    given = ["--model", name, "--algorithm", "distill", "--frozen", f"teacher={name}"]
+    _, result, _ = tool(*given, *eight)
+    _, without, _ = tool("--model", name, *eight)
+    states, alone = (case["layouts"][0]["stages"][0]["states"] for case in (result, without))
+    assert states.keys() - alone.keys() == {"teacher weights"}
+    assert states["teacher weights"] == alone["actor weights"]
+    code, result, err = tool("--model", name, *eight, "--frozen", f"teacher={name}")
+    assert code == 2 and "--frozen teacher: --algorithm grpo has no such role" in err
+    code, _, err = tool("--model", name, "--algorithm", "distill", *eight)
+    assert code == 2 and "has a teacher; give its model by --frozen teacher=MODEL" in err
+    code, _, err = tool("--model", name, *eight, "--frozen", "actor")
+    assert code == 2 and "write ROLE=MODEL, with one of the roles reference, reward, teacher" in err
+
+
 def test_decides_which_layouts_fit(tool: Tool) -> None:
     layouts = ("world=16,tp=4,ep=8", "world=16,tp=4,pp=2,ep=8", "world=8,tp=4,ep=8", "world=32,tp=1,ep=2")
     code, result, _ = tool("--model", "qwen3-30b-a3b", "--gpus", "16", "--layout", *layouts)
