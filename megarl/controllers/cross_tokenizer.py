@@ -21,7 +21,7 @@ import torch
 
 from megarl.algorithms.token_spans import align_spans, token_ends
 from megarl.chat_format.chat_template import ChatTemplate
-from megarl.types import Ids, Prompt, Rollouts, Turn, as_token_ids
+from megarl.types import Prompt, Rollouts, Turn, as_token_ids
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,12 @@ def align_rollouts(
     that the teacher reads.
     """
     local, heads, targets, offset = [], [], [], 0
-    prompts: dict[str, Ids] = {}
+    prompts: dict[str, Turn] = {}
     for rollout in rollouts.local:
         prompt = rollout.prompt
         if prompt.id not in prompts:
-            prompts[prompt.id] = as_token_ids(teacher.encode_prompt(fill(prompt)))
+            rendered = teacher.render_prompt(fill(prompt))
+            prompts[prompt.id] = Turn(rendered.token_ids, images=rendered.images)
         head = len(rollout.turns[0].token_ids)
         answer: list[int] = rollout.turns[1].token_ids.tolist() if len(rollout.turns) > 1 else []
         ids, student_spans, teacher_spans = align_answer(answer, chat, teacher)
@@ -72,7 +73,7 @@ def align_rollouts(
         heads += [-1] * head + [first_tokens[span] for span in student_spans] + [-1] * rest
         targets += [first_tokens[span] for span in teacher_spans]
         offset += rollout.num_tokens
-        turns = (Turn(prompts[prompt.id]), Turn(as_token_ids(ids), np.zeros(len(ids), np.float32), True))
+        turns = (prompts[prompt.id], Turn(as_token_ids(ids), np.zeros(len(ids), np.float32), True))
         local.append(replace(rollout, turns=turns, routing=None, sparse_indices=None, sampling_mask=None))
     taught = rollouts.replace_local(local)
     return Alignment(taught, *(torch.tensor(column, dtype=torch.int64) for column in (heads, targets)))

@@ -350,30 +350,31 @@ def fill_prompt(prompt: Prompt, template: str, key: str) -> Prompt:
         raise ConfigError(
             f"{key}: prompt {prompt.id} has images, which the teacher reads, too; let the template have {{prompt}} once"
         )
-    told = {**prompt.messages[last], "content": text}
-    return replace(prompt, messages=(*prompt.messages[:last], told, *prompt.messages[last + 1 :]))
+    filled = {**prompt.messages[last], "content": text}
+    return replace(prompt, messages=(*prompt.messages[:last], filled, *prompt.messages[last + 1 :]))
 
 
-def tell_first_turn(chat: ChatTemplate, rollout: Rollout, template: str, key: str) -> Turn:
+def fill_first_turn(chat: ChatTemplate, rollout: Rollout, template: str, key: str) -> Turn:
     """Return the first turn with the filled `template` in place of the last user message in it. Raises ConfigError."""
-    first = rollout.turns[0]
-    text, stop, span = chat.decode(first.token_ids), 0, None
-    for message in rollout.messages:  # those of later turns are not in the text
-        words = str(message.get("content") or "")
-        if message["role"] != "user" or not words:
-            continue
-        if (start := text.find(words, stop)) < 0:
-            break
-        stop = start + len(words)
-        span = start, stop, message
-    if span is None:
+    first, num_actions = rollout.turns[0], sum(turn.is_action for turn in rollout.turns)
+    answers = [i for i, message in enumerate(rollout.messages) if message["role"] == "assistant"]
+    messages = rollout.messages[: answers[-num_actions]] if 0 < num_actions <= len(answers) else rollout.messages
+    last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
+    text, start, stop = chat.decode(first.token_ids), -1, 0
+    for message in messages[: last + 1]:  # in the order of the text, so that no message is found in another one
+        words = str(message.get("content") or "").strip()
+        start = text.find(words, stop) if words else -1
+        stop = max(stop, start + len(words))
+    if start < 0:
+        where = f"{key}: a conversation of prompt {rollout.prompt.id} does not begin with its row's prompt, and its "
+        if last >= 0 and first.images:
+            raise ConfigError(f"{where}last user message has an image; the teacher's prompt takes the place of a text")
         raise ConfigError(
-            f"{key}: a conversation of prompt {rollout.prompt.id} does not begin with its row's prompt, and its first "
-            "turn has no user message as its environment or agent wrote it; the teacher's prompt takes the place of one"
+            f"{where}first turn has no user message as its environment or agent wrote it; the teacher's prompt takes "
+            "the place of one"
         )
-    start, stop, message = span
-    told = fill_prompt(replace(rollout.prompt, messages=(message,)), template, key).messages[0]["content"]
-    ids = as_token_ids(chat.replace_text(first.token_ids, start, stop, told))
+    filled = fill_prompt(replace(rollout.prompt, messages=(messages[last],)), template, key).messages[0]["content"]
+    ids = as_token_ids(chat.replace_text(first.token_ids, start, stop, filled))
     return replace(first, token_ids=ids, images=chat.place_images(ids, first.images))
 
 
@@ -390,10 +391,10 @@ def replace_prompts(flow: Flow, rollouts: Rollouts, template: str, key: str) -> 
         prompt, first = rollout.prompt, rollout.turns[0]
         if prompt.id not in firsts or firsts[prompt.id][0] != first:
             if np.array_equal(first.token_ids, chat.render_prompt(prompt).token_ids):
-                told = chat.render_prompt(fill_prompt(prompt, template, key))
-                firsts[prompt.id] = first, replace(first, token_ids=told.token_ids, images=told.images)
+                filled = chat.render_prompt(fill_prompt(prompt, template, key))
+                firsts[prompt.id] = first, replace(first, token_ids=filled.token_ids, images=filled.images)
             else:
-                firsts[prompt.id] = first, tell_first_turn(chat, rollout, template, key)
+                firsts[prompt.id] = first, fill_first_turn(chat, rollout, template, key)
         _, first = firsts[prompt.id]
         local.append(replace(rollout, turns=(first, *rollout.turns[1:]), routing=None, sparse_indices=None))
     result = rollouts.replace_local(local)

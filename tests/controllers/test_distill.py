@@ -245,18 +245,19 @@ def test_a_teachers_prompt_must_fit_the_data() -> None:
 
 
 def test_a_teachers_prompt_replaces_the_last_message_that_an_environment_wrote() -> None:
-    """All other tokens of the conversation stay, also those that are not what the template would write today."""
+    """All other tokens of the conversation stay, also those that are not what the template would write today. The
+    message's text occurs before it, and the next message's in the first turn."""
     chat, user = ChatTemplate(tiny_models.tokenizer()), "<|im_start|>user\n"
-    system, asked = "<|im_start|>system\nShort!<|im_end|>\n", "<|im_end|>\n<|im_start|>assistant\n"
+    system, asked = "<|im_start|>system\nIs 2+2? it<|im_end|>\n", "<|im_end|>\n<|im_start|>assistant\n"
     start = [*chat.encode(system), *chat.encode(f"{user}2+")[:-1], *chat.encode("+"), *chat.encode(f"2?{asked}")]
     assert chat.decode(start) == f"{system}{user}2+2?{asked}"
     row = Prompt("p", ({"role": "user", "content": "task 7"},), ground_truth=4, extra={"hint": "even"})
     messages = tuple(
         {"role": role, "content": content}
-        for role, content in (("system", "Short!"), ("user", "2+2?"), ("assistant", "5"), ("user", "Sure?"))
+        for role, content in (("system", "Is 2+2? it"), ("user", "2+2?"), ("assistant", "5"), ("user", "a"))
     )
     answer = Turn(chat.encode("5<|im_end|>"), [0.0] * len(chat.encode("5<|im_end|>")), True)
-    rollout = Rollout(row, (Turn(start), answer, Turn(chat.encode("Sure?"))), messages=messages)
+    rollout = Rollout(row, (Turn(start), answer, Turn(chat.encode("a"))), messages=messages)
     flow: Any = SimpleNamespace(data=SimpleNamespace(chat=chat, max_positions=1000))
     taught = replace_prompts(flow, Rollouts.gather([rollout]), "{prompt} It is {ground_truth}, {hint}.", "key").local[0]
     assert chat.decode(taught.turns[0].token_ids) == f"{system}{user}2+2? It is 4, even.{asked}"
@@ -281,6 +282,9 @@ class LetterChat:
 
     def encode_prompt(self, prompt: Prompt) -> list[int]:
         return self.encode(prompt.messages[-1]["content"])
+
+    def render_prompt(self, prompt: Prompt) -> Prompt:
+        return replace(prompt, token_ids=as_token_ids(self.encode_prompt(prompt)))
 
     def decode(self, ids: Any) -> str:
         return "".join(self.pieces[int(i)] for i in ids)
