@@ -269,22 +269,22 @@ class Checkpointer:
                 f"to continue from an older checkpoint"
             ) from None
 
-        ranks.run_on_all(lambda: self._restore_models(folder))
-
-        def restore_references() -> None:
-            for role, reference in self._references.items():
-                load = partial(restore_model, folder=folder / role, is_reference=True)
-                reference.restore_version(reference_versions[role], load)
-
-        ranks.run_on_all(restore_references)
+        self._restore_models(folder)
+        for role, reference in self._references.items():
+            load = partial(restore_model, folder=folder / role, is_reference=True)
+            ranks.run_on_all(partial(reference.restore_version, reference_versions[role], load))
         for worker in self.workers.values():
             worker.restore(folder)
         self.controller.restore(folder, row_exchange.WorldComm())
         return step
 
     def _restore_models(self, folder: Path) -> None:
-        for role, model in self.trained_models().items():
-            restore_model(model, folder / role)
+        """Restore the trained models one by one: each load is collective, so all ranks must know that it succeeded
+        before the next begins. Collective; raises the OSError or ConfigError of any rank on all of them."""
+        models = self.trained_models()
+        for role in self.requirements.trained_roles:
+            model = models.get(role)
+            ranks.run_on_all(partial(restore_model, model, folder / role) if model is not None else lambda: None)
 
     def rollback(self, step: int) -> None:
         """Roll all trained models back after too many skipped updates in a row: restore weights and optimizer states
@@ -306,7 +306,7 @@ class Checkpointer:
             raise ConfigError(f"{reason}. There is no checkpoint to roll back to; set run.save_every to write them")
 
         with self.clock.phase("rollback"), ranks.with_timeout(self.config.run.storage_timeout_s):
-            ranks.run_on_all(lambda: self._restore_models(folder))
+            self._restore_models(folder)
         for worker in trained:
             worker.on_rollback()
         self.flow.sync_weights()

@@ -51,7 +51,7 @@ from megarl.parallel.placement import (
     split_role,
     with_role,
 )
-from megarl.parallel.policy_configs import find_shared_ranks, policy_config, takes_turns
+from megarl.parallel.policy_configs import find_shared_ranks, has_other_model, policy_config, takes_turns
 from megarl.parallel.ranks import create_role_layouts
 from megarl.workers.actor import ActorWorker, ReferenceWorker, SeparateReferenceWorker
 from megarl.workers.context import Context, Worker
@@ -481,7 +481,7 @@ class HybridFlow:
         chat = read_chat(context.hf_config, config, self.requirements)
         context = dataclasses.replace(context, num_updates=updates, chat=chat)
         if base == "rollout":
-            render = chat.render_prompt if config.model.path != self.config.model.path else None
+            render = chat.render_prompt if has_other_model(self.config, policy) else None
             context = dataclasses.replace(context, prompt_loader=self.loader.fork(policy, render))
         return context
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -30,6 +30,16 @@ from megarl.types import Prompt, Rollout, Rollouts
 T = TypeVar("T")
 
 
+class PromptLimit(NamedTuple):
+    """How long prompts of a model besides the first may be."""
+
+    render: Callable[[Prompt], Sequence[int]]
+    """Returns the token ids of a prompt."""
+    max_tokens: int
+    key: str
+    """The key that sets the limit."""
+
+
 class ItemReader:
     """Loads the data of a run for its controller. Each filter that drops items adds a line to `notes`."""
 
@@ -42,12 +52,12 @@ class ItemReader:
         self,
         files: str | Sequence[str],
         whole: bool = False,
-        others: Sequence[tuple[Callable[[Prompt], Sequence[int]], int]] = (),
+        limits: Sequence[PromptLimit] = (),
     ) -> ConcatDataset[Prompt]:
         """Read and render prompts. Prompts that leave no room for a response are dropped and counted in a note.
 
-        whole: one step takes all prompts; none are dealt out over steps. others: of models besides the first that
-        answer the same prompts, a function that renders a prompt, and the most tokens that it may have.
+        whole: one step takes all prompts; none are dealt out over steps. limits: of models besides the first that
+        answer the same prompts.
         """
         data, longest = self.config.data, smallest_context(self.config) - 1
         file_of_id: dict[str, str] = {}
@@ -65,9 +75,10 @@ class ItemReader:
                     f"{path}, {by_agent[0]}: there are images, but an agent runs this prompt, and the server that "
                     "agents query takes text alone; use tools or an environment"
                 )
-            fitting, _ = render_prompts(prompts, self.chat.encode_prompt, longest)
-            for render, most in others:
-                fitting_ids = {prompt.id for prompt in render_prompts(fitting, render, most)[0]}
+            fitting, _ = render_prompts(prompts, self.chat.encode_prompt, longest, path=path)
+            for limit in limits:
+                rendered, _ = render_prompts(fitting, *limit, path=path)
+                fitting_ids = {prompt.id for prompt in rendered}
                 fitting = [prompt for prompt in fitting if prompt.id in fitting_ids]
             dropped = len(prompts) - len(fitting)
             fitting = [

@@ -12,7 +12,7 @@ import pytest
 
 from megarl.config import ConfigError, from_dict
 from megarl.data.loader import PromptLoader
-from megarl.item_reader import ItemReader, _format_passes
+from megarl.item_reader import ItemReader, PromptLimit, _format_passes
 from megarl.models.registry import load_hf_config
 from megarl.parallel import ranks
 
@@ -68,10 +68,18 @@ def prompt_rows(count: int, **extra: Any) -> list[dict[str, Any]]:
 def test_prompts_must_fit_all_models(reader: Any) -> None:
     """Of lengths 1 to 4, another model writes three tokens per letter and has room for eight."""
     file = write_jsonl("a.jsonl", *({"prompt": "x" * length, "label": 1} for length in range(1, 5)))
+
+    def limit(tokens: int) -> PromptLimit:
+        return PromptLimit(lambda prompt: [1] * 3 * len(prompt.messages[0]["content"]), tokens, "roles.b.max_context")
+
     flow = reader(train=file)
-    result = flow.load_prompts(file, others=[(lambda prompt: [1] * 3 * len(prompt.messages[0]["content"]), 8)])
+    result = flow.load_prompts(file, limits=[limit(8)])
     assert [(prompt.id, len(prompt.token_ids)) for prompt in result] == [("a-0", 1), ("a-1", 2)]
     assert flow.notes[0].startswith("a.jsonl: 2 of 4 prompts are longer")
+    with pytest.raises(
+        ConfigError, match=r"^a\.jsonl: all 4 prompts .* 2 tokens, .* has 3; raise roles\.b\.max_context$"
+    ):
+        flow.load_prompts(file, limits=[limit(2)])
 
 
 def test_reads_one_file(reader: Any) -> None:

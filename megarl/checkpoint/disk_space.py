@@ -66,10 +66,10 @@ def estimate_space(
         base, name = split_role(role)
         if name and base == "actor":
             other = policy_config(config, role)
-            kinds = [kind for kind in POLICY_ROLES if f"{kind}_{name}" in requirements.roles]
+            policy_roles = [kind for kind in POLICY_ROLES if f"{kind}_{name}" in requirements.roles]
             critic_path = other.critic.path or other.model.path
-            other_critic = load_hf_config(critic_path) if "critic" in kinds else None
-            parts = replace(requirements, trained_roles=("actor",), roles=tuple(kinds))
+            other_critic = load_hf_config(critic_path) if "critic" in policy_roles else None
+            parts = replace(requirements, trained_roles=("actor",), roles=tuple(policy_roles))
             space = estimate_space(load_hf_config(other.model.path), other_critic, other, parts)
             total, exported = total + space.checkpoint, exported + space.export
     return SpaceEstimate(_add_overhead(total), _add_overhead(exported))

@@ -369,7 +369,8 @@ class RolloutConfig:
     """Run folder whose recorded rollouts are used instead of generating: for training without engines, debugging and
     exact repeats. Each generation of a step gets the rollouts of the same generation of the recorded step, however they
     were generated; keys that concern engines alone (`rollout.asynchronous`, `rollout.oversample` ...) then have no
-    effect. `RUN@7` starts with the rollouts of step 7. Of several policies, each gets its own."""
+    effect. `RUN@7` starts with the rollouts of step 7. With several policies, each replays its own
+    recording."""
     sglang: dict[str, Any] = field(default_factory=dict)
     """Further fields of SGLang's ServerArgs, by SGLang's names."""
 
@@ -488,8 +489,8 @@ class KLConfig:
     (arXiv:2501.12948, every 400 steps); 0 keeps the weights of `model.path`. The KL, `kl.target` and `guards.kl` are
     relative to the present reference: the KL restarts at 0 after each refresh, and an adaptive coefficient carries on
     from its value, so it falls until the KL is back at its target; `kl.target: null` keeps it fixed. Takes as much host
-    memory as without, or with LoRA that of a copy of the adapters; checkpoints then hold the reference, too. Of several
-    policies, each has its own reference."""
+    memory as without, or with LoRA that of a copy of the adapters; checkpoints then hold the reference, too. With
+    several policies, each policy refreshes its own reference."""
 
     @property
     def resolved_estimator(self) -> Literal["k1", "k2", "k3", "k3_unbiased"]:

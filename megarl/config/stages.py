@@ -6,7 +6,7 @@ a resumed run continues with the same values, without any state of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from megarl.config import Config, ConfigError, strict
@@ -134,15 +134,19 @@ def smallest_context(config: Config) -> int:
     return min(staged.rollout.max_context for staged in (config, *parse_stages(config).values()))
 
 
-def check_change(config: Config, changed: Config, where: str = "") -> None:
+def check_change(
+    config: Config, changed: Config, where: str = "", key_of: Callable[[str], str] = "rollout.{}".format
+) -> None:
     """Check a change of a running job from `config` to `changed`. Raises ConfigError.
+
+    where: prefix of the changed key in messages. key_of: returns the key that sets a field of `rollout`.
 
     A conversation that runs across the change has tokens of both distributions, and all of it is scored with the later
     one: for tokens of the current weights, the log-probs of engine and trainer would differ.
     """
     rollout = config.rollout
     if rollout.asynchronous or rollout.oversample > 1:
-        mode = "rollout.asynchronous" if rollout.asynchronous else f"{rollout.oversample=:g}"
+        mode = key_of("asynchronous") if rollout.asynchronous else f"{key_of('oversample')}={rollout.oversample:g}"
         for key in (*SAMPLING_KEYS, "rollout.samples_per_prompt"):
             if get_value(config, key) != get_value(changed, key):
                 raise ConfigError(

@@ -25,8 +25,9 @@ import torch
 from megarl.config import ConfigError
 from megarl.controllers.controller import Flow, StepResult
 from megarl.controllers.grpo import GRPOController
-from megarl.controllers.policies import PoliciesController, flow_of
+from megarl.controllers.policies import PoliciesController, flow_of, policy_role
 from megarl.controllers.policy_gradient import Experience, select_trainable
+from megarl.parallel.policy_configs import engine_key
 from megarl.types import Message, Prompt, Rollouts
 
 T = TypeVar("T")
@@ -58,13 +59,14 @@ class DialogueController(PoliciesController):
     def step(self, flow: Flow, items: Sequence[Prompt]) -> StepResult:
         # 1. The conversations, turn by turn: `samples` of each question.
         samples = self.config.rollout.samples_per_prompt
-        question = torch.arange(len(items)).repeat_interleave(samples)
-        first = flow.reward.score(_one_each(flow.rollout.generate(items, samples), len(question)))
-        prompts, said = gather_prompts(first), [[text] for text in gather_answers(first)]
-        comments, commented = self.speak(flow, "b", prompts, said, range(len(prompts)))
+        first = flow.rollout.generate(items, samples)
+        first = flow.reward.score(_one_each(first, len(first.episodes)))
+        groups, question = torch.unique(first.group, return_inverse=True)
+        prompts, answers = gather_prompts(first), [[text] for text in gather_answers(first)]
+        comments, commented = self.speak(flow, "b", prompts, answers, range(len(prompts)))
         for index, text in zip(commented, gather_answers(comments), strict=True):
-            said[index].append(text)
-        second, revised = self.speak(flow, "", prompts, said, commented)
+            answers[index].append(text)
+        second, revised = self.speak(flow, "", prompts, answers, commented)
         second = flow.reward.score(second)
 
         # 2. Rewards. A conversation that broke off, or has no reward, teaches the critic nothing.
@@ -74,12 +76,12 @@ class DialogueController(PoliciesController):
             succeeded = torch.zeros_like(is_complete)
             succeeded[indices] = ~_has_failed(turn)
             is_complete &= succeeded
-        second_question = question[revised] + len(items)
-        answers = Rollouts.concat([set_groups(first, question), set_groups(second, second_question)])
+        second_question = question[revised] + len(groups)
+        solved = Rollouts.concat([set_groups(first, question), set_groups(second, second_question)])
         comments = set_groups(set_rewards(comments, improvement[commented]), question[commented])
 
         # 3. Each policy learns from its own turns.
-        self._set_experience("", Experience(answers, select_trainable(answers, self.config)))
+        self._set_experience("", Experience(solved, select_trainable(solved, self.config)))
         critic_config = self.controllers["b"].config
         trained = select_trainable(comments.select(is_complete[commented]), critic_config)
         self._set_experience("b", Experience(comments, trained))
@@ -89,25 +91,31 @@ class DialogueController(PoliciesController):
         return replace(result, metrics={**result.metrics, **complete})
 
     def speak(
-        self, flow: Flow, policy: str, prompts: Sequence[Prompt], said: Sequence[Sequence[str]], active: Sequence[int]
+        self,
+        flow: Flow,
+        policy: str,
+        prompts: Sequence[Prompt],
+        answers: Sequence[Sequence[str]],
+        active: Sequence[int],
     ) -> tuple[Rollouts, list[int]]:
         """Return the policy's next turn in the `active` conversations, and the numbers of those it took part in.
 
-        said: the texts of each conversation's turns so far. Those without room for another token break off. Raises
+        answers: the texts of each conversation's turns so far. Those without room for another token break off. Raises
         ConfigError if all do.
         """
         speaker = flow_of(flow, policy)
         chat, longest = speaker.rollout.context.chat, speaker.config.rollout.max_context - 1
         rendered: dict[int, Prompt] = {}
         for index in active:
-            messages = see_conversation(prompts[index].messages, said[index], policy, self.options)
+            messages = see_conversation(prompts[index].messages, answers[index], policy, self.options)
             prompt = chat.render_prompt(replace(prompts[index], messages=messages))
             if len(prompt.token_ids) <= longest:
                 rendered[index] = prompt
         if not rendered:
+            key = engine_key(self.config, policy_role("rollout", policy), "max_context")
             raise ConfigError(
-                f"no conversation leaves room for another turn in rollout.max_context={longest + 1}; raise it, or "
-                "lower rollout.max_new_tokens"
+                f"no conversation leaves room for another turn in {key}={longest + 1}; raise it, or lower "
+                "rollout.max_new_tokens"
             )
         return _one_each(speaker.rollout.generate(list(rendered.values()), 1), len(rendered)), list(rendered)
 
@@ -118,11 +126,11 @@ class DialogueController(PoliciesController):
 
 
 def see_conversation(
-    question: Sequence[Message], said: Sequence[str], policy: str, options: DialogueOptions
+    question: Sequence[Message], answers: Sequence[str], policy: str, options: DialogueOptions
 ) -> tuple[Message, ...]:
     """Return a conversation as a policy sees it. Consecutive messages of the user are joined: templates want turns."""
     messages: list[Message] = list(question)
-    for number, text in enumerate(said):
+    for number, text in enumerate(answers):
         if SPEAKERS[number] == policy:
             messages.append({"role": "assistant", "content": text})
             continue
@@ -136,8 +144,8 @@ def see_conversation(
 
 
 def gather_prompts(rollouts: Rollouts) -> list[Prompt]:
-    """Return the prompt of each rollout, on all ranks: they may be others than a step asked for, where it takes the
-    first conversations that are complete (`rollout.oversample`) or recorded ones. Collective."""
+    """Return the prompt of each rollout, on all ranks. Over-sampling and replay may return other prompts than the step
+    requested. Collective."""
     return _gather(rollouts, [rollout.prompt for rollout in rollouts.local])
 
 

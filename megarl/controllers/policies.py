@@ -16,13 +16,13 @@ that draws further prompts within a step (DAPO), and engines that generate ahead
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
 from megarl.chat_format.chat_template import ChatTemplate
-from megarl.checkpoint.manifest import Write
+from megarl.checkpoint.manifest import Entry, Write
 from megarl.config import Config
 from megarl.config.stages import smallest_context
 from megarl.controllers.controller import Evaluation, Flow, StepResult
@@ -30,9 +30,11 @@ from megarl.controllers.policy_gradient import PolicyController, PolicyUpdateCon
 from megarl.controllers.ppo import PPOController
 from megarl.controllers.remax import ReMaxController
 from megarl.data.loader import PromptLoader
+from megarl.item_reader import PromptLimit
 from megarl.observe.metrics import prefix_metrics, rollout_metrics
+from megarl.observe.rollout_log import policy_folder
 from megarl.parallel.placement import POLICY_ROLES, split_role
-from megarl.parallel.policy_configs import policy_config
+from megarl.parallel.policy_configs import engine_key, has_other_model, policy_config
 from megarl.types import Comm, Prompt
 from megarl.types.requirements import Requirements
 
@@ -106,14 +108,21 @@ class PoliciesController(PolicyController):
     @classmethod
     def declare_requirements(cls, config: Config) -> Requirements:
         parts = cls._requirements(config)
-        trained = [policy_role(role, policy) for policy, part in parts.items() for role in part.trained_roles]
+        trained, tolerant, workers = list[str](), list[str](), dict[str, str]()
+        for policy, part in parts.items():
+            trained += [policy_role(role, policy) for role in part.trained_roles]
+            tolerant += [policy_role(role, policy) for role in part.cross_tokenizer_roles]
+            workers |= {policy_role(role, policy): worker for role, worker in part.workers.items()}
+        declared = super().declare_requirements(config)
         return replace(
-            super().declare_requirements(config),
+            declared,
             trained_roles=tuple(trained),
             is_group_relative=any(part.is_group_relative for part in parts.values()),
             is_off_policy=all(part.is_off_policy for part in parts.values()),
             has_dynamic_sampling=any(part.has_dynamic_sampling for part in parts.values()),
             needs_greedy=any(part.needs_greedy for part in parts.values()),
+            workers={**workers, **declared.workers},
+            cross_tokenizer_roles=tuple(dict.fromkeys(tolerant)),
             policies=parts,
         )
 
@@ -122,26 +131,27 @@ class PoliciesController(PolicyController):
         return self.controllers[policy].num_updates(base)
 
     def load_items(self, flow: Flow) -> Sequence[Prompt]:
-        return flow.data.load_prompts(self.config.data.train, others=self._other_prompts(flow))
+        return flow.data.load_prompts(self.config.data.train, limits=self._prompt_limits(flow))
 
     def load_eval_items(self, flow: Flow) -> Sequence[Prompt]:
         if self.config.rollout.replay:
             return ()
-        return flow.data.load_prompts(self.config.data.eval, others=self._other_prompts(flow))
+        return flow.data.load_prompts(self.config.data.eval, limits=self._prompt_limits(flow))
 
-    def _other_prompts(self, flow: Flow) -> list[tuple[Callable[[Prompt], Sequence[int]], int]]:
-        """Return, of each policy whose prompts may be longer than the first's, how it renders a prompt, and the most
-        tokens that leave room for a response."""
-        others: list[tuple[Callable[[Prompt], Sequence[int]], int]] = []
-        for algorithm in self.controllers.values():
-            own, chat = algorithm.config, flow.data.chat
-            longest = smallest_context(own) - 1
-            if own.model.path != self.config.model.path:
-                chat = ChatTemplate.load(own.model.path, chat.catalog.tools, chat.catalog.environments)
+    def _prompt_limits(self, flow: Flow) -> list[PromptLimit]:
+        """Return the limits of the policies that may have less room for a prompt, and a response to it, than the
+        first."""
+        limits: list[PromptLimit] = []
+        for policy, algorithm in self.controllers.items():
+            config, chat = algorithm.config, flow.data.chat
+            longest = smallest_context(config) - 1
+            if has_other_model(self.config, policy):
+                chat = ChatTemplate.load(config.model.path, chat.catalog.tools, chat.catalog.environments)
             elif longest >= smallest_context(self.config) - 1:
                 continue
-            others.append((chat.encode_prompt, longest))
-        return others
+            key = engine_key(self.config, policy_role("rollout", policy), "max_context")
+            limits.append(PromptLimit(chat.encode_prompt, longest, key))
+        return limits
 
     def step(self, flow: Flow, items: Sequence[Prompt]) -> StepResult:
         results: dict[str, StepResult] = {}
@@ -177,7 +187,7 @@ class PoliciesController(PolicyController):
 
     def _render(self, view: Flow, policy: str, items: Sequence[Prompt]) -> Sequence[Prompt]:
         """Return the prompts with the tokens of a policy's model."""
-        if self.controllers[policy].config.model.path == self.config.model.path:
+        if not has_other_model(self.config, policy):
             return items
         return list(map(view.rollout.context.chat.render_prompt, items))
 
@@ -189,12 +199,19 @@ class PoliciesController(PolicyController):
             algorithm.load_state_dict(state[policy])
 
     def save(self) -> Write:
-        writes = [algorithm.save() for algorithm in self.controllers.values()]
-        return lambda folder: {path: entry for write in writes for path, entry in write(folder).items()}
+        writes = {policy: algorithm.save() for policy, algorithm in self.controllers.items()}
+
+        def write(folder: Path) -> dict[Path, Entry]:
+            written: dict[Path, Entry] = {}
+            for policy, write_part in writes.items():
+                written |= write_part(policy_folder(folder, policy))
+            return written
+
+        return write
 
     def restore(self, folder: Path, comm: Comm) -> None:
-        for algorithm in self.controllers.values():
-            algorithm.restore(folder, comm)
+        for policy, algorithm in self.controllers.items():
+            algorithm.restore(policy_folder(folder, policy), comm)
 
 
 class PoliciesEvaluation:

@@ -88,11 +88,15 @@ def iter_prompts(
 
 
 def render_prompts(
-    prompts: Sequence[Prompt], render: Callable[[Prompt], Sequence[int]], max_prompt_tokens: int
+    prompts: Sequence[Prompt],
+    render: Callable[[Prompt], Sequence[int]],
+    max_prompt_tokens: int,
+    key: str = "rollout.max_context",
+    path: str = "",
 ) -> tuple[list[Prompt], int]:
     """Return the prompts with token ids, and the number dropped for exceeding `max_prompt_tokens`.
 
-    Raises ConfigError if none is left.
+    Raises ConfigError if none is left. key, path: what sets the limit, and the prompts' file, for this error.
     """
     fitting: list[Prompt] = []
     shortest = 0
@@ -103,15 +107,17 @@ def render_prompts(
         else:
             shortest = min(shortest or len(ids), len(ids))
     if not fitting:
-        raise prompts_too_long_error(len(prompts), max_prompt_tokens, shortest)
+        raise prompts_too_long_error(len(prompts), max_prompt_tokens, shortest, key, path)
     return fitting, len(prompts) - len(fitting)
 
 
-def prompts_too_long_error(count: int, max_prompt_tokens: int, shortest: int) -> ConfigError:
+def prompts_too_long_error(
+    count: int, max_prompt_tokens: int, shortest: int, key: str = "rollout.max_context", path: str = ""
+) -> ConfigError:
     """Return the error for prompts that are all too long."""
     return ConfigError(
-        f"all {count} prompts are longer than {max_prompt_tokens} tokens, the shortest has {shortest}; raise "
-        "rollout.max_context"
+        f"{path and f'{path}: '}all {count} prompts are longer than {max_prompt_tokens} tokens, the shortest has "
+        f"{shortest}; raise {key}"
     )
 
 

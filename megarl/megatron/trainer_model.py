@@ -39,6 +39,7 @@ from megarl.models.routing import RoutingShape, routing_shape
 from megarl.models.sparse_indices import index_shape
 from megarl.parallel import device
 from megarl.parallel.host_copy import HostCopy, tensor_bytes
+from megarl.parallel.placement import optimizer_key
 from megarl.parallel.ranks import Ranks, all_gather_objects, use_layout
 from megarl.parallel.wait_listeners import track_progress
 from megarl.types import ModelOutput, TokenLoss, TrainBatch
@@ -108,6 +109,7 @@ class MegatronModel:
 
     total_updates: optimizer steps of the whole run, for the learning-rate schedule.
     trains: if False, the model has neither gradients nor an optimizer and is forward-only.
+    name: of the role in the flow, such as actor_b; `role` by default.
     """
 
     def __init__(
@@ -118,8 +120,10 @@ class MegatronModel:
         role: Role,
         total_updates: int = 1,
         trains: bool = True,
+        name: str = "",
     ) -> None:
         self.hf_config, self.config, self.ranks, self.role = hf_config, config, ranks, role
+        self.name = name or role
         self.mtp_layers = num_trained_mtp(hf_config, config) if role == "actor" and trains else 0
         self.rounds_experts = role == "actor" and int4.is_int4(hf_config)
         self.optimizer: Any = None
@@ -410,11 +414,10 @@ class MegatronModel:
         local_metrics = sum_metrics(results) if self.dispatcher.is_reporter else {}
         gathered = all_gather_objects((local_metrics, optimizer.has_finite_weights(self.chunks)), self.ranks.host_group)
         if bad_ranks := [rank for rank, (_, finite) in enumerate(gathered) if not finite]:
-            name = "actor_optimizer" if self.role == "actor" else "critic.optimizer"
             raise ConfigError(
-                f"an update of the {self.role.replace('_', ' ')} produced weights that are not finite (on rank "
+                f"an update of the {self.name.replace('_', ' ')} produced weights that are not finite (on rank "
                 f"{self.ranks.members[bad_ranks[0]]}; the gradient's norm was {norm:g}); they are not saved: lower "
-                f"{name}.lr"
+                f"{optimizer_key(self.name)}.lr"
             )
         metrics = sum_metrics(local_metrics for local_metrics, _ in gathered)
         lr, tokens = float(self.scheduler.get_lr({})), float(total_tokens)

@@ -12,10 +12,15 @@ from typing import Any
 
 from megarl.config import Config, ConfigError, GuardsConfig
 from megarl.observe.health_bands import load_bands
+from megarl.parallel.placement import optimizer_key, split_role
 from megarl.types.requirements import Requirements
 
 MAX_CONSECUTIVE_ROLLBACKS = 3
 """The run stops after this many consecutive steps that ended in a rollback."""
+_ROLLBACK_KL = re.compile(r"guards/(?:(.+)_)?ppo_kl")
+"""Metric of a role that was rolled back: its KL; without a name that of the actor."""
+KL_TO_REFERENCE = "actor/kl_to_reference"
+"""Metric that `guards.kl` limits; that of the policy b is below `b/`."""
 _OOM_COUNT = re.compile(r"guards/(.+)_out_of_memory")
 """Metric that counts how often a role's model ran out of memory."""
 _SKIP_LIMIT = re.compile(r"guards/(.+)_consecutive_skips")
@@ -45,8 +50,11 @@ class Guards:
         self._settings, self._log, self._alarm = settings, log, alarm
         self._bands = load_bands(settings)
         self._out_of_band: set[str] = set()
-        self._rollbacks = self._consecutive_rollbacks = 0
-        self._kl_off = False
+        self._rollbacks = 0
+        self._consecutive_rollbacks: dict[str, int] = {}
+        """Consecutive steps that ended in a rollback, by role."""
+        self._kl_off: set[str] = set()
+        """Metrics of the policies whose KL coefficient has been set to 0."""
         self._oom_counts: dict[str, float] = {}
         self._stop_reason = ""
         self.skip_limited_roles: tuple[str, ...] = ()
@@ -85,36 +93,40 @@ class Guards:
             raise ConfigError(self._stop_reason)
 
     def _check_rollback(self, step: int, metrics: Mapping[str, float]) -> float:
-        if (ppo_kl := metrics.get("guards/ppo_kl")) is None:
-            self._consecutive_rollbacks = 0
-            return self._rollbacks
-        self._rollbacks += 1
-        self._consecutive_rollbacks += 1
-        above = f"actor/ppo_kl {ppo_kl:.3g} is above guards.ppo_kl={self._settings.ppo_kl:g}"
-        remedy = "lower actor_optimizer.lr, loss.clip or run.num_update, or raise guards.ppo_kl"
-        self._alarm(
-            f"step {step}: {above}: rolled the policy back to before the step, skipped its remaining updates and "
-            f"restarted the learning-rate warm-up ({_times(self._rollbacks)} in this run). If it happens again: "
-            f"{remedy}"
-        )
-        if self._consecutive_rollbacks >= MAX_CONSECUTIVE_ROLLBACKS:
-            self._stop_reason = (
-                f"step {step}: {above}, and {self._consecutive_rollbacks} consecutive steps were rolled back, so the "
-                f"run stops: {remedy}"
+        kl_by_role = {match[1] or "actor": metrics[name] for name in metrics if (match := _ROLLBACK_KL.fullmatch(name))}
+        self._consecutive_rollbacks = {role: self._consecutive_rollbacks.get(role, 0) + 1 for role in kl_by_role}
+        for role, ppo_kl in kl_by_role.items():
+            self._rollbacks += 1
+            policy, count = split_role(role)[1], self._consecutive_rollbacks[role]
+            name = f"{policy}/actor/ppo_kl" if policy else "actor/ppo_kl"
+            above = f"{name} {ppo_kl:.3g} is above guards.ppo_kl={self._settings.ppo_kl:g}"
+            remedy = f"lower {optimizer_key(role)}.lr, loss.clip or run.num_update, or raise guards.ppo_kl"
+            self._alarm(
+                f"step {step}: {above}: rolled the policy back to before the step, skipped its remaining updates and "
+                f"restarted the learning-rate warm-up ({_times(self._rollbacks)} in this run). If it happens again: "
+                f"{remedy}"
             )
+            if count >= MAX_CONSECUTIVE_ROLLBACKS:
+                self._stop_reason = (
+                    f"step {step}: {above}, and {count} consecutive steps were rolled back, so the run stops: {remedy}"
+                )
         return self._rollbacks
 
     def _check_kl(self, step: int, metrics: Mapping[str, float]) -> float:
-        limit, kl = self._settings.kl, metrics.get("actor/kl_to_reference", 0.0)
+        """Alarm once for each policy above the limit. Return the number of policies without a penalty."""
+        limit = self._settings.kl
         assert limit is not None
-        if kl > limit and not self._kl_off:
-            self._kl_off = True
+        for name, kl in metrics.items():
+            if not name.endswith(KL_TO_REFERENCE) or kl <= limit or name in self._kl_off:
+                continue
+            self._kl_off.add(name)
+            policy = name.removesuffix(KL_TO_REFERENCE).strip("/")
             self._alarm(
-                f"step {step}: the KL to the reference, {kl:.3g} nats a token, is above guards.kl={limit:g}: its "
-                f"coefficient is 0 from now on. Check that the rewards still measure what you want; to restore the "
-                f"penalty, resume from an older checkpoint with another kl.coef"
+                f"step {step}: the KL {f'of policy {policy} ' if policy else ''}to the reference, {kl:.3g} nats a "
+                f"token, is above guards.kl={limit:g}: its coefficient is 0 from now on. Check that the rewards still "
+                f"measure what you want; to restore the penalty, resume from an older checkpoint with another kl.coef"
             )
-        return float(self._kl_off)
+        return float(len(self._kl_off))
 
     def _check_memory(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, count in metrics.items():
@@ -147,14 +159,17 @@ class Guards:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain JSON."""
-        counts = {"rollbacks": self._rollbacks, "in_a_row": self._consecutive_rollbacks, "kl_off": self._kl_off}
+        counts = {"rollbacks": self._rollbacks, "in_a_row": self._consecutive_rollbacks, "kl_off": sorted(self._kl_off)}
         restores = {"returns": self._num_restores, "returned_to": self.restored_step}
         return {**counts, **restores, "short": self._oom_counts, "out": sorted(self._out_of_band)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state; it is empty if the saved run had no guards."""
-        self._rollbacks, self._consecutive_rollbacks = int(state.get("rollbacks", 0)), int(state.get("in_a_row", 0))
-        self._kl_off = bool(state.get("kl_off", False))
+        self._rollbacks = int(state.get("rollbacks", 0))
+        in_a_row, kl_off = state.get("in_a_row", {}), state.get("kl_off", ())
+        # A checkpoint of an earlier version has those of the first policy alone.
+        self._consecutive_rollbacks = dict(in_a_row) if isinstance(in_a_row, Mapping) else {"actor": int(in_a_row)}
+        self._kl_off = ({KL_TO_REFERENCE} if kl_off else set()) if isinstance(kl_off, bool) else set(kl_off)
         self._num_restores, self.restored_step = int(state.get("returns", 0)), state.get("returned_to")
         self._oom_counts = {role: float(count) for role, count in state.get("short", {}).items()}
         self._out_of_band = set(state.get("out", ())) & self._bands.keys()

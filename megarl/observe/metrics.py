@@ -61,7 +61,7 @@ DEFAULT_SOURCE = "other"
 
 
 def prefix_metrics(metrics: Mapping[str, float], policy: str) -> dict[str, float]:
-    """Return the metrics of another policy than the first under `<policy>/`, except those of guards, whose names have
+    """Return the metrics of another policy than the first under `<policy>/`, except those of guards, whose names tell
     the role. policy: empty for the first."""
     return {name if not policy or name.startswith("guards/") else f"{policy}/{name}": metrics[name] for name in metrics}
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megarl.config import Config, ConfigError, load_config
+from megarl.config.replay_source import ReplaySource
 from megarl.models.layout_algebra import HFConfig
 from megarl.models.registry import VISION_FAMILIES
 from megarl.models.routing import routing_shape
@@ -29,29 +29,6 @@ _CHECKED_COLUMNS = (
     *("turn_lengths", "turn_is_action", "turn_weight_version", "routing_shape", "sparse_shape"),
 )
 """Columns needed to check a step against a configuration; about a thousandth of the file."""
-_SPEC = re.compile(r"(.+)@(\d{1,9})")
-
-
-class ReplaySource(NamedTuple):
-    """The recording that `rollout.replay` names."""
-
-    folder: Path
-    first_step: int = 1
-    """The recorded step that is replayed as step 1."""
-
-    @staticmethod
-    def parse(text: str) -> ReplaySource:
-        """Parse `RUN`, or `RUN@7` to replay from recorded step 7 on. Raises ConfigError."""
-        match = None if Path(text).is_dir() else _SPEC.fullmatch(text)
-        if match is None:
-            return ReplaySource(Path(text))
-        if int(match[2]) < 1:
-            raise ConfigError(f"rollout.replay={text}: steps count from 1")
-        return ReplaySource(Path(match[1]), int(match[2]))
-
-    def recorded_step(self, step: int) -> int:
-        """Return the recorded step that is replayed as step `step` of this run."""
-        return self.first_step - 1 + step
 
 
 def replayed_columns(config: Config, hf: HFConfig) -> tuple[str, ...]:

@@ -48,7 +48,8 @@ def step_folder(run_dir: str | Path, step: int) -> Path:
 
 
 def policy_folder(run_dir: Path, policy: str) -> Path:
-    """Return the folder that a policy's rollouts are recorded in, as in a run folder; the first has the empty name."""
+    """Return a policy's folder in a run folder, where its rollouts are recorded, or in a checkpoint; the first policy,
+    whose name is empty, has the folder itself."""
     return run_dir / POLICIES_FOLDER / policy if policy else run_dir
 
 

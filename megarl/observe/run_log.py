@@ -54,7 +54,9 @@ class RunLog:
         self.is_writer, self._rank = job.rank == 0, job.rank
         self._warned: set[str] = set()
         self._webhook: Webhook | None = None
-        self._step = self._last_recorded_step = 0
+        self._step = 0
+        self._last_recorded_step: dict[str, int] = {}
+        """The last step whose rollouts were recorded, by policy."""
         self._folder: RunFolder | None = None
         self._pending_lines: list[str] | None = []
         """Lines logged before `begin`; None afterwards."""
@@ -102,17 +104,18 @@ class RunLog:
         def begin() -> None:
             if self._folder is not None and self._folder.is_resumed:
                 changes.extend(self._folder.begin(step))
-                try:
-                    for policy in ("", *(path.name for path in (self.run_dir / POLICIES_FOLDER).glob("*"))):
-                        remove_after(policy_folder(self.run_dir, policy), step)
-                except OSError as error:
-                    raise ConfigError(
-                        f"cannot remove the rollouts of steps after {step} in {self.run_dir}/rollouts, which are "
-                        f"repeated: {error}; remove them, or set run.dir to another folder"
-                    ) from None
+                for policy in ("", *(path.name for path in (self.run_dir / POLICIES_FOLDER).glob("*"))):
+                    folder = policy_folder(self.run_dir, policy)
+                    try:
+                        remove_after(folder, step)
+                    except OSError as error:
+                        raise ConfigError(
+                            f"cannot remove the rollouts of steps after {step} in {folder}/rollouts, which are "
+                            f"repeated: {error}; remove them, or set run.dir to another folder"
+                        ) from None
 
         self._on_lead(begin)
-        self._last_recorded_step = step
+        self._last_recorded_step = dict.fromkeys(self._rollouts, step)
         pending_lines, self._pending_lines = self._pending_lines or [], None
         for text in pending_lines:
             self._append_line(text)
@@ -236,10 +239,9 @@ class RunLog:
 
     def record_failed_step(self, step: int, calls: Mapping[str, Sequence[GenerateCall]]) -> None:
         """Record what a step that failed has generated, by policy, so that it can be replayed. Not collective."""
-        if step > self._last_recorded_step:
-            for policy, generated in calls.items():
-                if generated:
-                    self._record(policy, step, make_step_record(generated))
+        for policy, generated in calls.items():
+            if generated and step > self._last_recorded_step.get(policy, 0):
+                self._record(policy, step, make_step_record(generated))
 
     def _record(
         self, policy: str, step: int, record: StepRecord, advantages: Any = None, trainer_logprobs: Any = None
@@ -247,7 +249,7 @@ class RunLog:
         if policy in self._rollouts:
             values = advantages, trainer_logprobs, record.calls, record.generation
             self._rollouts[policy].write(step, record.total, record.numbers, record.rollouts, *values)
-            self._last_recorded_step = step
+            self._last_recorded_step[policy] = step
 
     def _log_step(self, tracker: Tracker, step: int, metrics: Mapping[str, float], rollouts: Rollouts | None) -> None:
         tracker.log(step, metrics)

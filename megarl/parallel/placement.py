@@ -74,9 +74,17 @@ class RoleConfig:
     rollout: dict[str, Any] = field(default_factory=dict)
     """Settings of the role's engines: keys of `rollout`, see `parallel/policy_configs.py`."""
     optimizer: dict[str, Any] = field(default_factory=dict)
-    """Overrides of `actor_optimizer` for another policy's actor."""
+    """Overrides of `actor_optimizer` for another policy's actor, and of `critic.optimizer` for its critic."""
     options: dict[str, Any] = field(default_factory=dict)
     """Additional arguments of the worker, by name."""
+
+
+def optimizer_key(role: str) -> str:
+    """Return the key of a trained role's optimizer."""
+    base, policy = split_role(role)
+    if policy:
+        return f"roles.{role}.optimizer"
+    return "actor_optimizer" if base == "actor" else "critic.optimizer"
 
 
 def role_settings(config: Config, role: str) -> RoleConfig:
@@ -204,6 +212,14 @@ _INDEPENDENT = ("actor", "rollout")
 """Roles that are on all ranks by default; the others share the actor's."""
 
 
+def _default_role(role: str) -> str:
+    """Return the role whose ranks a dependent role shares by default."""
+    base, policy = split_role(role)
+    if not policy:
+        return "actor"
+    return f"actor_{policy}" if base in ("reference", "critic") else base
+
+
 @dataclass(frozen=True)
 class Placement:
     """Parsed `placement`: the ranks of each placed role, ascending; empty for a role on the host CPUs."""
@@ -225,11 +241,8 @@ class Placement:
             if role in following:
                 chain = " -> ".join((*following, role))
                 raise ConfigError(f"placement: {chain} follow each other; name the ranks of one of them")
-            base, policy = split_role(role)
-            if role not in placement and policy:
-                return ranks_of(f"actor_{policy}" if base == "reference" else base, following)
             if role not in placement:
-                return cls(world, {}).ranks_of(role) if role in _INDEPENDENT else ranks_of("actor", following)
+                return tuple(range(world)) if role in _INDEPENDENT else ranks_of(_default_role(role), following)
             if role not in role_ranks:
                 key = f"placement.{role}={strict.short_repr(placement[role]).strip(chr(39))}"
                 text = _to_text(placement[role], key)
@@ -246,10 +259,7 @@ class Placement:
         and other roles on the actor's."""
         if role in self.role_ranks:
             return self.role_ranks[role]
-        base, policy = split_role(role)
-        if policy:
-            return self.ranks_of(f"actor_{policy}" if base in ("reference", "critic") else base)
-        return tuple(range(self.world)) if role in _INDEPENDENT else self.ranks_of("actor")
+        return tuple(range(self.world)) if role in _INDEPENDENT else self.ranks_of(_default_role(role))
 
     @property
     def is_colocated(self) -> bool:
@@ -300,7 +310,7 @@ def _parse_role(text: str, role: str, placement: Collection[str], key: str) -> s
     name, num_prefixes = _COLOCATED.subn("", text, count=1)
     if num_prefixes and not name:
         return "" if role == "actor" else "actor"
-    if name in placement or name in BUILTIN_ROLES:
+    if name in placement or name in BUILTIN_ROLES or split_role(name)[1]:
         return name
     if other := ROLES_BY_OTHER_NAME.get(name.lower()):
         raise ConfigError(f"{key}: here {name} is the role {other}; write placement.{role}={other}")

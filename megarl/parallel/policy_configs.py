@@ -10,13 +10,14 @@ their own, such as the judge.
 from __future__ import annotations
 
 import dataclasses
-import re
 import zlib
 from collections.abc import Iterable
-from pathlib import Path
+from functools import partial
 
 from megarl.config import Config, ConfigError, OptimizerConfig, RolloutConfig, stages, strict
+from megarl.config.replay_source import ReplaySource
 from megarl.parallel.placement import (
+    POLICY_ROLES,
     has_model,
     is_engine_role,
     placement_of,
@@ -33,7 +34,7 @@ JUDGE_KEYS = (
 )
 """Keys of `rollout` that apply to engines that only answer the requests of another role."""
 POLICIES_FOLDER = "policies"
-"""Folder in a run's with a folder for each policy besides the first, which holds its recorded rollouts."""
+"""Subfolder of a run folder; holds one folder of recorded rollouts for each policy besides the first."""
 
 
 def policy_config(config: Config, role: str) -> Config:
@@ -52,10 +53,10 @@ def _trained_policy_config(config: Config, policy: str) -> Config:
     critic_settings = role_settings(config, critic)
     if "replay" in engine_settings:
         raise ConfigError(f"roles.{rollout}.rollout.replay: all policies replay the same run; set rollout.replay")
-    defaults = dataclasses.replace(config.rollout, replay=replayed_policy(config.rollout.replay, policy))
+    defaults = dataclasses.replace(config.rollout, replay=_replay_of_policy(config.rollout.replay, policy))
     placement = placement_of(config)
     ranks = {name: placement.format_ranks(name) for name in (actor, rollout, critic)}
-    own_ranks = {"actor": ranks[actor], "rollout": ranks[rollout], "critic": ranks[critic]}
+    policy_ranks = {"actor": ranks[actor], "rollout": ranks[rollout], "critic": ranks[critic]}
     return dataclasses.replace(
         config,
         run=dataclasses.replace(config.run, seed=(config.run.seed + zlib.crc32(policy.encode())) % 2**31),
@@ -78,15 +79,26 @@ def _trained_policy_config(config: Config, policy: str) -> Config:
                 config.critic.optimizer,
             ),
         ),
-        placement={**config.placement, **ranks, **own_ranks},
+        placement={**config.placement, **ranks, **policy_ranks},
     )
 
 
-def replayed_policy(replay: str, policy: str) -> str:
+def has_other_model(config: Config, policy: str) -> bool:
+    """Return whether a policy starts from another model than the first. policy: empty for the first."""
+    return bool(policy) and role_settings(config, f"actor_{policy}").model not in ("", config.model.path)
+
+
+def engine_key(config: Config, role: str, name: str) -> str:
+    """Return the key that sets `rollout.NAME` of a role's engines: that of another policy's role if it is set there."""
+    return f"roles.{role}.rollout.{name}" if name in role_settings(config, role).rollout else f"rollout.{name}"
+
+
+def _replay_of_policy(replay: str, policy: str) -> str:
     """Return the `rollout.replay` of a policy besides the first: RUN/policies/b@7 for RUN@7."""
-    match = None if Path(replay).is_dir() else re.fullmatch(r"(.+)(@\d+)", replay)
-    folder, step = (match[1], match[2]) if match else (replay, "")
-    return f"{folder}/{POLICIES_FOLDER}/{policy}{step}" if replay else ""
+    if not replay:
+        return ""
+    source = ReplaySource.parse(replay)
+    return str(source._replace(folder=source.folder / POLICIES_FOLDER / policy))
 
 
 def _frozen_engine_config(config: Config, role: str) -> Config:
@@ -117,7 +129,8 @@ def check_change(config: Config, changed: Config, where: str = "") -> None:
     for role in config.roles:
         base, policy = split_role(role)
         if base == "rollout" and policy:
-            stages.check_change(policy_config(config, role), policy_config(changed, role), where)
+            key_of = partial(engine_key, config, role)
+            stages.check_change(policy_config(config, role), policy_config(changed, role), where, key_of)
 
 
 def list_engine_roles(config: Config, roles: Iterable[str]) -> tuple[str, ...]:
@@ -138,10 +151,17 @@ def find_shared_ranks(config: Config, roles: Iterable[str], role: str) -> frozen
 
 
 def takes_turns(config: Config, roles: Iterable[str], role: str) -> bool:
-    """Return whether the engines of a role share ranks with other engines or, if they never get weights from a trainer,
-    with any model."""
-    placement, engine_roles = placement_of(config), list_engine_roles(config, roles)
-    ranks = set(placement.ranks_of(role))
-    if split_role(role)[0] != "rollout":
-        engine_roles = tuple(other for other in roles if other in engine_roles or has_model(config, other))
-    return any(other != role and ranks & set(placement.ranks_of(other)) for other in engine_roles)
+    """Return whether the engines of a role share ranks with other engines, with a model of another policy or, if they
+    never get weights from a trainer, with any model.
+
+    The policy's own models need no turns: the engines get new weights after each of its steps.
+    """
+    placement, roles = placement_of(config), tuple(roles)
+    base, policy = split_role(role)
+    ranks, others = set(placement.ranks_of(role)), set(list_engine_roles(config, roles))
+    for other in roles:
+        other_base, other_policy = split_role(other)
+        is_other_policys = other_base in POLICY_ROLES and other_policy != policy
+        if has_model(config, other) and (is_other_policys or base != "rollout"):
+            others.add(other)
+    return any(ranks & set(placement.ranks_of(other)) for other in others - {role})

@@ -30,7 +30,7 @@ class CriticWorker(TrainingWorker):
 
     def forward(self, batch: TrainBatch) -> Future[ModelOutput]:
         """Return [T] values; values[t] is that of the state before token t."""
-        with self.clock.phase("critic_values", self.phase_owner):
+        with self.clock.phase(f"{self.name}_values", self.phase_owner):
             return self._forward(batch, "values")
 
 

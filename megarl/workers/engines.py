@@ -1,6 +1,7 @@
 """All engines of a role as one unit: placement, wake and sleep, weight sync, and recovery of lost engines.
 
-Roles whose engines share ranks take turns: waking those of one puts the others to sleep.
+Roles whose engines share ranks take turns: waking those of one puts the others to sleep. Engines of several policies
+also sleep while another policy trains on their ranks (`RolloutWorker.sleep`).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Engines:
         self.is_awake = True
         """True unless the last call was `sleep`; the same on all ranks."""
         self.end_turn: Callable[[], None] = self.sleep
-        """Called before the engines of another role wake on shared ranks."""
+        """Called before the engines of another role wake on shared ranks, or another policy trains."""
         label = "engine" if context.role in ("", "rollout") else f"{context.role} engine"
         tp, ranks_per_node = self.config.rollout.tp, self.config.parallel.ranks_per_node
         self.engine_ranks = engine_ranks(self.config)

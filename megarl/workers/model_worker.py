@@ -28,7 +28,7 @@ from megarl.models.flops import model_flops
 from megarl.observe.clock import REMOTE
 from megarl.observe.mfu import RoleFlops
 from megarl.parallel import ranks
-from megarl.parallel.placement import placement_of, role_parallel
+from megarl.parallel.placement import optimizer_key, placement_of, role_parallel
 from megarl.types import LOCAL, ModelOutput, TrainBatch
 from megarl.types.batch import select_columns
 from megarl.workers.context import Context, Worker
@@ -79,7 +79,7 @@ class ModelWorker(Worker):
             if layout is None:
                 return
             updates = self.context.num_updates[self.name] if trains else 1
-            self.model = MegatronModel(hf, config, layout, self.role, updates, trains)
+            self.model = MegatronModel(hf, config, layout, self.role, updates, trains, self.name)
             self.model.load_hf(path)
             self.context.models.add(self.model)
 
@@ -199,8 +199,7 @@ class ModelWorker(Worker):
 
     @property
     def _remedy(self) -> str:
-        optimizer = "actor_optimizer" if self.role == "actor" else "critic.optimizer"
-        return f"check the rewards and the data, or lower {optimizer}.lr"
+        return f"check the rewards and the data, or lower {optimizer_key(self.name)}.lr"
 
 
 def _from_first(flags: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
@@ -220,14 +219,15 @@ def nonfinite_error(step: int, what: str, value: float, count: int, places: int,
 
 KL_METRIC = "actor/ppo_kl"
 ROLLBACK_METRIC = "guards/ppo_kl"
-"""The KL that exceeded the limit, in a step that rolled back."""
+"""The KL that exceeded the limit, in a step that rolled back the actor; that of actor_b is `guards/actor_b_ppo_kl`."""
 
 
 class KLRollback:
-    """Rollback state of one model. A `limit` of None disables it."""
+    """Rollback state of the model of `role`. A `limit` of None disables it."""
 
-    def __init__(self, limit: float | None) -> None:
+    def __init__(self, limit: float | None, role: str = "actor") -> None:
         self._limit = limit
+        self._metric = ROLLBACK_METRIC if role == "actor" else f"guards/{role}_ppo_kl"
         self._snapshot_step = self._rollback_step = -1
 
     def should_skip(self, step: int) -> bool:
@@ -242,13 +242,13 @@ class KLRollback:
 
     def after_update(self, model: MegatronModel, metrics: dict[str, float]) -> dict[str, float]:
         """Roll the model back if the update's KL exceeds the limit or is NaN. Returns the metrics, with
-        `ROLLBACK_METRIC` after a rollback."""
+        the KL as `ROLLBACK_METRIC` after a rollback."""
         kl = metrics.get(KL_METRIC, 0.0)
         if self._limit is None or kl <= self._limit:
             return metrics
         model.rollback()
         self._rollback_step = self._snapshot_step
-        return metrics | {ROLLBACK_METRIC: kl}
+        return metrics | {self._metric: kl}
 
 
 SKIPS_METRIC = "guards/{}_consecutive_skips"
@@ -263,7 +263,7 @@ class TrainingWorker(ModelWorker):
         self.skip_failure: tuple[int, str] | None = None
         """Step of the first skipped update, and the error message; set on the role's ranks once too many in a row were
         skipped."""
-        self._kl_rollback = KLRollback(self.config.guards.ppo_kl if self.role == "actor" else None)
+        self._kl_rollback = KLRollback(self.config.guards.ppo_kl if self.role == "actor" else None, self.name)
 
     def set_config(self, config: Config) -> None:
         super().set_config(config)

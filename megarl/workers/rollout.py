@@ -43,7 +43,7 @@ class RolloutWorker(Worker):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.engines = Engines(context)
-        self.engines.end_turn = self.sleep
+        self.engines.end_turn = self._sleep_engines
         policy = split_role(context.role)[1]
         self._store_name = "megarl/generation" + (f"/{context.role}" if policy else "")
         """Prefix of this role's names in the store that the ranks share."""
@@ -391,7 +391,17 @@ class RolloutWorker(Worker):
         return self.config.rollout.asynchronous and not self.engines.shared
 
     def sleep(self) -> None:
-        """Release the device for training. With `rollout.asynchronous` engines on separate ranks go on generating."""
+        """Release the devices for training: those of these engines, and of others that take turns.
+
+        With `rollout.asynchronous` engines on separate ranks go on generating. All ranks put the engines of the roles
+        to sleep in the order in which the roles started.
+        """
+        self._sleep_engines()
+        for other in self.context.engines.values():
+            if other is not self.engines and other.takes_turns and other.is_awake:
+                other.end_turn()
+
+    def _sleep_engines(self) -> None:
         config = self.config.rollout
         if config.replay or self.generates_beside_training:
             return

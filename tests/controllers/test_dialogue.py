@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,7 +39,9 @@ def test_each_policy_sees_its_own_turns_as_the_assistants() -> None:
 
 
 class FakeRollout:
-    """Says its scripted answers, one list per call."""
+    """Says its scripted answers, one list per call. A replay may have other `samples` than the configuration."""
+
+    samples = 0
 
     def __init__(self, *answers: list[str]) -> None:
         self.answers, self.asked = list(answers), list[Any]()
@@ -50,17 +53,20 @@ class FakeRollout:
 
     def generate(self, prompts: Any, samples: int) -> Rollouts:
         self.asked.append([prompt.messages for prompt in prompts])
+        texts, turns = self.answers.pop(0), (Turn((1,)), Turn((2,), (0.0,), True))
+        samples = samples if samples == 1 else self.samples or samples
         rollouts = [
-            Rollout(prompt, (Turn((1,)), Turn((2,), (0.0,), True)), messages=(*prompt.messages, assistant(text)))
-            for prompt, text in zip([p for p in prompts for _ in range(samples)], self.answers.pop(0), strict=True)
+            Rollout(prompt, turns, group=group, messages=(*prompt.messages, assistant(texts[group * samples + number])))
+            for group, prompt in enumerate(prompts)
+            for number in range(samples)
         ]
+        assert len(rollouts) == len(texts)
         return Rollouts.gather(rollouts)
 
 
 def make_flow(config: Any) -> Any:
     def score(rollouts: Rollouts) -> Rollouts:
-        scores = [Rollout(r.prompt, r.turns, reward=float(r.answer), messages=r.messages) for r in rollouts.local]
-        return rollouts.replace_local(scores)
+        return rollouts.replace_local([replace(rollout, reward=float(rollout.answer)) for rollout in rollouts.local])
 
     solver, critic = FakeRollout(["1", "2", "3", "4"], ["1", "7", "3", "5"]), FakeRollout(["a", "b", "c", "d"])
     return SimpleNamespace(config=config, reward=SimpleNamespace(score=score), rollout=solver, rollout_b=critic)
@@ -90,6 +96,17 @@ def test_rewards_and_groups_of_both_policies(monkeypatch: pytest.MonkeyPatch) ->
     assert torch.equal(answers.actions, torch.ones(8, dtype=torch.int64))
 
 
+def test_replay_may_have_other_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PoliciesController, "step", lambda self, flow, items: StepResult({}))
+    controller, flow = DialogueController(config()), make_flow(config())
+    flow.rollout.samples, flow.rollout_b.answers = 3, [list("abcdef")]
+    flow.rollout.answers = [list("123456"), list("234567")]
+    controller.step(flow, [Prompt("p", (QUESTION,)), Prompt("q", (QUESTION,))])
+    answers, comments = (controller.controllers[name].experience.trained_rollouts for name in ("", "b"))  # type: ignore[attr-defined]
+    assert answers.group.tolist() == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
+    assert comments.group.tolist() == [0] * 3 + [1] * 3
+
+
 def test_conversation_without_room_breaks_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """The prompts of the critic have 13 tokens, those of the solver's second turns 12 or 14."""
     monkeypatch.setattr(PoliciesController, "step", lambda self, flow, items: StepResult({}))
@@ -104,6 +121,16 @@ def test_conversation_without_room_breaks_off(monkeypatch: pytest.MonkeyPatch) -
     assert comments.reward.tolist() == [1, 2] and comments.group.tolist() == [0, 1]
     with pytest.raises(ConfigError, match=r"no conversation leaves room for another turn in rollout.max_context=8"):
         DialogueController(config(max_context=8, max_new_tokens=2)).step(make_flow(config(max_context=8)), prompts)
+    own = from_dict(
+        {
+            "algorithm": "megarl.controllers.dialogue:DialogueController",
+            "kl": {"apply_to": "none"},
+            "rollout": {"samples_per_prompt": 2},
+            "roles": {"rollout_b": {"rollout": {"max_context": 8, "max_new_tokens": 2}}},
+        }
+    )
+    with pytest.raises(ConfigError, match=r"another turn in roles\.rollout_b\.rollout\.max_context=8; raise it"):
+        DialogueController(own).step(make_flow(own), prompts)
 
 
 def test_roles_of_a_dialogue() -> None:

@@ -14,6 +14,7 @@ from megarl.config import ConfigError, from_dict
 from megarl.config.stages import change_config
 from megarl.controllers import policies
 from megarl.controllers.controller import StepResult, load_requirements
+from megarl.controllers.pf_ppo import PFPPOController
 from megarl.controllers.policies import PoliciesController, PPOAndReMaxController
 from megarl.controllers.ppo import PPOController
 from megarl.data.loader import PromptLoader
@@ -25,7 +26,8 @@ from megarl.parallel.policy_configs import (
     policy_config,
     takes_turns,
 )
-from megarl.types import Prompt
+from megarl.types import LOCAL, Prompt, Rollout, Rollouts, Turn
+from megarl.types.requirements import Requirements
 
 pytestmark = pytest.mark.alone
 
@@ -132,7 +134,9 @@ def test_each_algorithm_sees_its_own_roles() -> None:
 def test_sampling_of_engines_that_generate_ahead_cannot_change() -> None:
     """Here those of the other policy alone."""
     full = config(roles={"rollout_b": {"rollout": {"oversample": 1.5}}})
-    with pytest.raises(ConfigError, match=r"^stages: rollout\.temperature cannot change with rollout\.oversample=1\.5"):
+    with pytest.raises(
+        ConfigError, match=r"^stages: rollout\.temperature cannot change with roles\.rollout_b\.rollout\.ov"
+    ):
         check_change(full, change_config(full, {"rollout": {"temperature": 0.5}}, ""), "stages: ")
     own = {"oversample": 1.5, "temperature": 0.75}
     full = config(roles={"rollout_b": {"rollout": own}})
@@ -182,12 +186,11 @@ def test_prompts_that_a_policy_cannot_answer_are_left_out_for_all(monkeypatch: p
     asked: list[Any] = []
     catalog = SimpleNamespace(tools={}, environments={})
     data = SimpleNamespace(
-        chat=SimpleNamespace(catalog=catalog), load_prompts=lambda files, others: asked.extend(others)
+        chat=SimpleNamespace(catalog=catalog), load_prompts=lambda files, limits: asked.extend(limits)
     )
     controller: Any = Both(full)
     controller.load_items(SimpleNamespace(data=data))
-    ((encode, longest),) = asked
-    assert encode is other.encode_prompt and longest == 6
+    assert asked == [(other.encode_prompt, 6, "roles.rollout_b.rollout.max_context")]
     view: Any = with_loader(chat=other)
     rendered = controller._render(SimpleNamespace(rollout=view), "b", [Prompt("abc", (), token_ids=(5,))])
     assert [len(prompt.token_ids) for prompt in rendered] == [6]
@@ -204,6 +207,41 @@ def test_replay_of_a_policy_reads_its_part_of_the_recording(tmp_path: Path) -> N
     assert policy_config(config(), "rollout_b").rollout.replay == ""
     roles = load_requirements(plain).roles
     assert list_engine_roles(plain, roles) == () and list_engine_roles(config(), roles) == ("rollout", "rollout_b")
+
+
+class Buffered(PFPPOController):
+    """Its teacher reads texts in its own tokens, and its critic has a worker of its own."""
+
+    workers = {"critic": "module:Critic", "teacher": "module:Teacher"}
+
+    @classmethod
+    def declare_requirements(cls, config: Any) -> Requirements:
+        return replace(super().declare_requirements(config), cross_tokenizer_roles=("teacher",))
+
+
+class TwoBuffers(PoliciesController):
+    algorithms = {"": PFPPOController, "b": Buffered}
+
+
+def test_workers_and_tokenizers_of_all_algorithms_are_declared() -> None:
+    declared = TwoBuffers.declare_requirements(config(algorithm=f"{__name__}:TwoBuffers"))
+    assert declared.workers == {"critic_b": "module:Critic", "teacher": "module:Teacher"}
+    assert declared.cross_tokenizer_roles == ("teacher",)
+
+
+def test_each_policy_restores_its_own_rollouts(tmp_path: Path) -> None:
+    saved, restored = (TwoBuffers(config(algorithm=f"{__name__}:TwoBuffers")) for _ in range(2))
+    rewards = {"": 0.25, "b": 0.5}
+    for policy, reward in rewards.items():
+        turns = Turn((1,)), Turn((2,), (0.0,), True)
+        buffer: Any = saved.controllers[policy]
+        buffer.buffer.add(Rollouts.gather([Rollout(Prompt("p", ()), turns, reward=reward)]))
+    written = saved.save()(tmp_path)
+    assert len(written) == 2 and all(path.is_file() for path in written)
+    restored.restore(tmp_path, LOCAL)
+    for policy, reward in rewards.items():
+        buffer = restored.controllers[policy]
+        assert [rollout.reward for rollout in buffer.buffer._rollouts.local] == [reward]
 
 
 class FakeEvaluation:
@@ -237,5 +275,6 @@ def test_engines_of_a_policy_share_ranks_with_models_of_the_others() -> None:
     full = config(placement={"actor": "0,2", "critic": "0", "rollout": "1", "actor_b": "0", "rollout_b": "2-3"})
     roles = load_requirements(full).roles
     assert find_shared_ranks(full, roles, "rollout") == set() and find_shared_ranks(full, roles, "rollout_b") == {2}
+    assert not takes_turns(full, roles, "rollout") and takes_turns(full, roles, "rollout_b")
     both = config(placement={"actor": "0", "rollout": "1", "actor_b": "0", "rollout_b": "1"})
     assert find_shared_ranks(both, roles, "rollout") == find_shared_ranks(both, roles, "rollout_b") == {1}

@@ -868,6 +868,24 @@ def engine_calls() -> list[str]:
     return recording_engine_worker.engine_calls(tiny.config(), tiny.HF["qwen3_moe"], RANKS)
 
 
+def engine_turns() -> dict[str, Any]:
+    import policy_engines
+
+    return {
+        "shared": policy_engines.on_shared_ranks(),
+        "beside another actor": policy_engines.beside_another_actor(),
+        "separate": policy_engines.on_separate_ranks(),
+    }
+
+
+def rollback_metrics() -> list[dict[str, float]]:
+    from megarl.workers.model_worker import KLRollback
+
+    model: Any = SimpleNamespace(save_snapshot=lambda: None, rollback=lambda: None)
+    guards = [KLRollback(0.05), KLRollback(0.05, "actor_b")]
+    return [guard.after_update(model, {"actor/ppo_kl": 0.5}) for guard in guards]
+
+
 def generation_numbers() -> list[Any]:
     import recording_engine_worker
 
@@ -958,9 +976,9 @@ def zero_spread_alarms() -> list[str]:
 CHECKS: list[Callable[[], Any]] = [
     platform, names, packed_rope, logprobs, micro_batch, attention, capped_attention, sink_attention,
     scaled_embedding, recomputed_output, replayed_routing, routing_by_role, config_errors, hf_folders,
-    absent_config_keys, bf16_training, schedule, critic, aux_losses, training, engine_calls, generation_numbers,
-    weight_checks, empty_batch, aborted_rewards, set_placement, other_names, loss_columns, roles_before_run,
-    zero_spread_alarms,
+    absent_config_keys, bf16_training, schedule, critic, aux_losses, training, engine_calls, engine_turns,
+    rollback_metrics, generation_numbers, weight_checks, empty_batch, aborted_rewards, set_placement, other_names,
+    loss_columns, roles_before_run, zero_spread_alarms,
     sampling_masks.masked_logprobs, sampling_masks.masked_micro_batch,
 ]  # fmt: skip
 

@@ -55,6 +55,45 @@ def test_third_consecutive_rollback_stops_the_run() -> None:
         resumed.guards.raise_if_stopped()
 
 
+def test_policies_roll_back_apart() -> None:
+    """Steps of each policy alternate, so none has rolled back twice in a row; then b does three times."""
+    recorded = RecordedGuards(ppo_kl=0.05)
+    first, other = {"guards/ppo_kl": 0.5}, {"guards/actor_b_ppo_kl": 0.25}
+    for step, metrics in enumerate((first, other, first, first | other, other), 1):
+        recorded.guards.check(step, metrics)
+        recorded.guards.raise_if_stopped()
+    assert len(recorded.alarms) == 6
+    assert recorded.alarms[1].startswith("step 2: b/actor/ppo_kl 0.25 is above guards.ppo_kl=0.05")
+    assert "lower roles.actor_b.optimizer.lr" in recorded.alarms[1]
+    resumed = recorded.resume(ppo_kl=0.05)
+    assert resumed.guards.check(6, other) == {"guards/rollbacks": 7}
+    with pytest.raises(ConfigError, match=r"^step 6: b/actor/ppo_kl .* 3 consecutive steps were rolled back"):
+        resumed.guards.raise_if_stopped()
+
+
+def test_excessive_kl_of_each_policy_alarms_once() -> None:
+    recorded = RecordedGuards(kl=0.5)
+    names = ("actor/kl_to_reference", "b/actor/kl_to_reference")
+    steps = ((0.1, 0.6), (0.1, 0.7), (0.8, 0.7))
+    turned_off = [
+        recorded.guards.check(step, dict(zip(names, values, strict=True)))["guards/kl_off"]
+        for step, values in enumerate(steps, 1)
+    ]
+    assert turned_off == [1, 1, 2] and len(recorded.alarms) == 2
+    assert recorded.alarms[0].startswith("step 1: the KL of policy b to the reference, 0.6 nats a token")
+    assert recorded.resume(kl=0.5).guards.check(4, dict.fromkeys(names, 0.9)) == {"guards/kl_off": 2}
+
+
+def test_resumes_from_a_checkpoint_of_one_policy() -> None:
+    recorded = RecordedGuards(kl=0.5, ppo_kl=0.05)
+    recorded.guards.load_state_dict({"rollbacks": 2, "in_a_row": 2, "kl_off": True})
+    metrics = {"guards/ppo_kl": 0.1, "actor/kl_to_reference": 0.9}
+    assert recorded.guards.check(3, metrics) == {"guards/rollbacks": 3, "guards/kl_off": 1}
+    assert len(recorded.alarms) == 1
+    with pytest.raises(ConfigError, match="3 consecutive steps"):
+        recorded.guards.raise_if_stopped()
+
+
 def test_excessive_kl_alarms_once() -> None:
     recorded = RecordedGuards(kl=0.5)
     result = [

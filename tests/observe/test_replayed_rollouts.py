@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from megarl.config import Config, ConfigError, from_dict
+from megarl.config.replay_source import ReplaySource
 from megarl.models.registry import load_hf_config
-from megarl.observe.replayed_rollouts import ReplayedStep, ReplaySource, check_replay, replayed_columns
+from megarl.observe.replayed_rollouts import ReplayedStep, check_replay, replayed_columns
 from megarl.observe.rollout_log import part_file, write_part
 from megarl.observe.rollout_table import StepGeneration
 from megarl.types import Image, Prompt, Rollout, SamplingMask, Turn
@@ -50,6 +51,7 @@ def test_parses_the_run_and_its_first_step() -> None:
         and ReplaySource.parse("a/run@7").recorded_step(3) == 9
     )
     assert ReplaySource.parse("a@b/run") == ReplaySource(Path("a@b/run"))
+    assert [str(ReplaySource.parse(text)) for text in ("a/run", "a/run@7")] == ["a/run", "a/run@7"]
     with pytest.raises(ConfigError, match="rollout.replay=run@0: steps count from 1"):
         ReplaySource.parse("run@0")
 

@@ -62,8 +62,11 @@ def test_failed_step_records_its_rollouts(tmp_path: Path) -> None:
         log.record_failed_step(step, {"": calls * 2})
     log.record_failed_step(2, {"": []})
     log.record_failed_step(3, {"": calls * 2, "b": calls})
+    log.record_step(4, calls[0].rollouts, policy="b")  # the run fails between the two policies
+    log.record_failed_step(4, {"": calls * 2, "b": calls * 2})
     log.close()
-    assert recorded_steps(tmp_path) == [1, 3] and recorded_steps(tmp_path / "policies" / "b") == [3]
+    assert recorded_steps(tmp_path) == [1, 3, 4] and recorded_steps(tmp_path / "policies" / "b") == [3, 4]
+    assert len(read_rollouts(tmp_path, 4)) == 2 and len(read_rollouts(tmp_path / "policies" / "b", 4)) == 1
     assert read_rollouts(tmp_path, 1) == [ROLLOUT] and read_rollouts(tmp_path, 3) == [ROLLOUT] * 2
 
 

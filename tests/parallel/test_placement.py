@@ -16,6 +16,7 @@ from megarl.parallel.placement import (
     format_ranges,
     has_separate_reference,
     is_on_megatron,
+    optimizer_key,
     placement_of,
     role_config,
     role_parallel,
@@ -74,6 +75,9 @@ def test_roles_that_share_ranks_may_be_named_in_any_order() -> None:
     placement = Placement.parse({"reference": "reward", "reward": "critic", "critic": "2-3", "rollout": "colocate"}, 4)
     assert placement.ranks_of("reference") == placement.ranks_of("reward") == (2, 3)
     assert placement.ranks_of("rollout") == placement.ranks_of("actor") == (0, 1, 2, 3)
+    other = Placement.parse({"judge": "critic_b", "actor_b": "2-3", "actor": "0-1"}, 4)
+    assert other.ranks_of("judge") == other.ranks_of("critic_b") == other.ranks_of("reference_b") == (2, 3)
+    assert Placement.parse({"judge": "actor_b", "actor": "1"}, 4).ranks_of("judge") == (1,)
     assert Placement.parse({"actor": "colocated", "rollout": "colocated"}, 4).is_colocated
     with pytest.raises(ConfigError, match="placement: actor -> critic -> actor follow each other; name the ranks"):
         Placement.parse({"actor": "critic", "critic": "actor"}, 4)
@@ -272,6 +276,12 @@ def test_engines_must_fit_their_ranks_and_nodes(rollout: str, tp: int, ranks_per
     with pytest.raises(ConfigError) as error:
         check_nodes(chosen, load_requirements(chosen))
     assert message in str(error.value)
+
+
+def test_optimizer_keys_of_roles() -> None:
+    keys = ["actor_optimizer", "critic.optimizer", "roles.actor_b.optimizer", "roles.critic_b.optimizer"]
+    assert [optimizer_key(role) for role in ("actor", "critic", "actor_b", "critic_b")] == keys
+    assert optimizer_key("reward_model") == "critic.optimizer"
 
 
 def test_set_placement_sets_the_config_key(units: dict[str, Any]) -> None:

@@ -92,3 +92,8 @@ def test_out_of_memory_is_known_on_all_ranks(ranks: list[dict[str, Any]]) -> Non
         assert updates == 2
         assert after["guards/actor_token_budget"] < 48 and after["guards/actor_out_of_memory"] >= 1
     assert ranks[0]["memory"] == ranks[1]["memory"]
+
+
+def test_each_policy_reports_its_own_rollback(units: dict[str, Any]) -> None:
+    kl = {"actor/ppo_kl": 0.5}
+    assert units["rollback_metrics"] == [kl | {"guards/ppo_kl": 0.5}, kl | {"guards/actor_b_ppo_kl": 0.5}]
