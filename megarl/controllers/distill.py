@@ -42,6 +42,7 @@ from megarl.controllers.policy_gradient import Experience, PolicyUpdateControlle
 from megarl.parallel.placement import BUILTIN_ROLES, role_settings
 from megarl.types import (
     PLACEHOLDER,
+    Image,
     ModelOutput,
     Prompt,
     Rollout,
@@ -360,20 +361,25 @@ def fill_first_turn(chat: ChatTemplate, rollout: Rollout, template: str, key: st
     answers = [i for i, message in enumerate(rollout.messages) if message["role"] == "assistant"]
     messages = rollout.messages[: answers[-num_actions]] if 0 < num_actions <= len(answers) else rollout.messages
     last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
-    text, start, stop = chat.decode(first.token_ids), -1, 0
+    text, start, stop, images = chat.decode(first.token_ids), -1, 0, list(first.images)
+    shown: list[Image] = []
     for message in messages[: last + 1]:  # in the order of the text, so that no message is found in another one
         words = str(message.get("content") or "").strip()
+        num_images = words.count(PLACEHOLDER) if images else 0
+        shown, images = images[:num_images], images[num_images:]
+        if shown:
+            words = chat.image_format.insert(words, shown, key)
         start = text.find(words, stop) if words else -1
-        stop = max(stop, start + len(words))
+        if start >= 0:
+            stop = start + len(words)
     if start < 0:
-        where = f"{key}: a conversation of prompt {rollout.prompt.id} does not begin with its row's prompt, and its "
-        if last >= 0 and first.images:
-            raise ConfigError(f"{where}last user message has an image; the teacher's prompt takes the place of a text")
         raise ConfigError(
-            f"{where}first turn has no user message as its environment or agent wrote it; the teacher's prompt takes "
-            "the place of one"
+            f"{key}: a conversation of prompt {rollout.prompt.id} does not begin with its row's prompt, and its first "
+            "turn has no user message as its environment or agent wrote it; the teacher's prompt takes the place of one"
         )
     filled = fill_prompt(replace(rollout.prompt, messages=(messages[last],)), template, key).messages[0]["content"]
+    if shown:
+        filled = chat.image_format.insert(filled, shown, key)
     ids = as_token_ids(chat.replace_text(first.token_ids, start, stop, filled))
     return replace(first, token_ids=ids, images=chat.place_images(ids, first.images))
 

@@ -111,7 +111,7 @@ def verify_tree_greedy_cpu(
 
 
 def expand_sampling_info(info: SamplingBatchInfo, n: int) -> SamplingBatchInfo:
-    """Return SGLang's sampling settings of `sequences` requests for n tokens of each, [sequences * n]."""
+    """Repeat SGLang's sampling settings of each request for the n tokens of its window: [sequences * n]."""
     names = ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed")
     columns = {name: getattr(info, name) for name in names}
     columns = {name: column.repeat_interleave(n, 0) for name, column in columns.items() if column is not None}
@@ -146,13 +146,18 @@ def install_verification() -> None:
             output.next_token_logits = logits_output.next_token_logits.clone()
             info = expand_sampling_info(batch.sampling_info, n)
             tokens = make_sampler()(output, info, False, [], [], window.positions).view(-1, n).to(target_predict.dtype)
+            results = accept(target_predict=tokens, **tensors)
             ranks = get_parallel().attn_tp_group if is_dp_attention_enabled() else get_parallel().tp_group
-            if ranks.world_size > 1:  # like SGLang: logits of different ranks may differ by rounding
-                ranks.broadcast(tokens, src=0)
-            return accept(target_predict=tokens, **tensors)
+            if ranks.world_size > 1:  # as SGLang does: by rounding, ranks may differ in proposals and in tokens
+                for tensor in results:
+                    ranks.broadcast(tensor, src=0)
+            return results
 
         eagle_utils.verify_tree_greedy_func = accept_sampled
-        predict, accept_lens, accept_index = verify(window, batch, logits_output, *rest, **options)
+        try:
+            predict, accept_lens, accept_index = verify(window, batch, logits_output, *rest, **options)
+        finally:  # free the logits: the engine may sleep next
+            eagle_utils.verify_tree_greedy_func, output.next_token_logits = accept, None
         if (masks := output.sampling_mask_output) is not None:
             masks.map_device_tensors(lambda tensor: tensor.unflatten(0, (-1, n)))
             masks.num_accept_tokens = accept_lens[batch.sampling_info.sampling_mask_batch_indices]

@@ -83,7 +83,8 @@ class MTPModel(GPTModel):  # type: ignore[misc]
         layer_kwargs = {name: context[name] for name in ("attention_mask", "rotary_pos_emb", "packed_seq_params")}
         # Recomputation yields no gradients unless some input requires one, and with LoRA all weights before it may be
         # frozen.
-        states, state = [hidden_states], hidden_states.detach().requires_grad_()
+        states, state = [hidden_states], hidden_states.detach()
+        state.requires_grad_(self.config.recompute_granularity is not None)
         for layer, tokens in zip(self.mtp.layers, labels[:-1], strict=True) if labels is not None else ():
             embedded = self.embedding(input_ids=tokens[None], position_ids=context["position_ids"])
             # A stage that holds its embedding only for MTP still needs a gradient for it: zero.

@@ -110,7 +110,8 @@ def test_sampling_args_set_the_sampling_mask_size() -> None:
         {},
         {"top_k": 20},
         {"top_k": 2, "top_p": 0.9, "min_p": 0.1},
-        {"top_p": 0.9, "temperature": 0.0, "num_speculative_tokens": 2},  # greedy regardless of top_p
+        {"top_p": 0.9, "top_k": 20, "num_speculative_tokens": 2},
+        {"top_p": 0.9, "temperature": 0.0},  # greedy regardless of top_p
         {"top_k": 100, "sglang": {"sampling_mask_max_tokens": 100, "sampling_backend": "pytorch"}},
         {"top_k": 100, "sglang": {"enable_deterministic_inference": True}},
     ],
@@ -127,10 +128,6 @@ def test_accepts_sampling_with_masks(settings: dict[str, Any]) -> None:
         ({"min_p": 0.1}, "rollout.min_p=0.1 without rollout.top_k: .*; also set rollout.top_k, for example to 1000"),
         ({"top_k": 0}, "rollout.top_k=0 leaves nothing to sample; set it to -1 for all tokens"),
         ({"top_k": 1}, "rollout.top_k=1 leaves nothing to sample; .* or rollout.temperature=0, which is greedy"),
-        (
-            {"top_p": 0.9, "top_k": 20, "num_speculative_tokens": 2},
-            "rollout.top_p=0.9 and rollout.top_k=20 with rollout.num_speculative_tokens",
-        ),
         ({"top_k": 20, "sglang": {"sampling_mask_max_tokens": 10}}, "rollout.top_k=20 is beyond rollout.sglang.sampl"),
         ({"top_k": 20, "sglang": {"sampling_backend": "ascend"}}, "sampling_backend=ascend, which does not return the"),
         (

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import PIL.Image
 import pytest
 import tiny_models
 import torch
@@ -18,6 +20,7 @@ from megarl.config import Config, ConfigError, from_dict
 from megarl.controllers.controller import load_requirements, make_controller
 from megarl.controllers.cross_tokenizer import align_answer, align_rollouts
 from megarl.controllers.distill import fill_prompt, replace_prompts
+from megarl.data.images import ImageFormat, ImageProcessor
 from megarl.types import LOCAL, Comm, Image, ModelOutput, Prompt, Rollout, Rollouts, TrainBatch, Turn, as_token_ids
 from megarl.workers.futures import Future
 
@@ -265,6 +268,27 @@ def test_a_teachers_prompt_replaces_the_last_message_that_an_environment_wrote()
     kept = len(chat.encode(system + user))
     assert taught.turns[0].token_ids[:kept].tolist() == start[:kept]
     assert taught.turns[0].token_ids[-5:].tolist() == start[-5:]
+
+
+def test_a_teachers_prompt_keeps_images_of_a_turn_that_an_environment_wrote() -> None:
+    """The environment puts a message that the template drops, and a system message, before the row's own."""
+    file = io.BytesIO()
+    PIL.Image.new("RGB", (16, 8)).save(file, "PNG")
+    tokenizer, names = tiny_models.tokenizer(), ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": names})
+    size = {"patch_size": 4, "merge_size": 2, "size": {"shortest_edge": 64, "longest_edge": 4096}}
+    pad = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    chat = ChatTemplate(tokenizer, images=ImageFormat(*names, pad, ImageProcessor("", size, 2)))
+    row = Prompt("p", ({"role": "user", "content": "<image>2+2?"},), ground_truth=4, images=(Image(file.getvalue()),))
+    system = {"role": "system", "content": "Look!"}
+    first = chat.render_prompt(replace(row, messages=(system, *row.messages)))
+    messages = (system, {"role": "assistant", "content": "x" * 200}, *row.messages)
+    rollout = Rollout(row, (Turn(first.token_ids, images=first.images),), messages=messages)
+    flow: Any = SimpleNamespace(data=SimpleNamespace(chat=chat, max_positions=1000))
+    taught = replace_prompts(flow, Rollouts.gather([rollout]), "It is {ground_truth}. {prompt}", "key").local[0]
+    expected = chat.render_prompt(replace(row, messages=(system, {"role": "user", "content": "It is 4. <image>2+2?"})))
+    assert chat.decode(taught.turns[0].token_ids) == chat.decode(expected.token_ids)
+    assert taught.turns[0].images == expected.images and expected.images[0].start > first.images[0].start
 
 
 class LetterChat:

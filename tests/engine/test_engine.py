@@ -254,7 +254,7 @@ def test_routing_by_turns_equals_routing_of_one_pass(qwen3_moe: RunningEngine) -
 def test_rollouts_that_slept_equal_uninterrupted_ones(qwen3_moe: RunningEngine) -> None:
     """Sleep twice within a turn, and drop the cache each time."""
     engine = qwen3_moe.engine
-    config = replace(qwen3_moe.config.rollout, max_new_tokens=160, max_turns=1, temperature=0.0)
+    config = replace(qwen3_moe.config.rollout, max_new_tokens=400, max_turns=1, temperature=0.0)
     chat = ChatTemplate.load(str(qwen3_moe.folder))
     prompts = [Prompt(id=str(i), messages=({"role": "user", "content": f"{i} + {i}"},)) for i in range(4)]
     runner = RolloutRunner(engine, chat, config, engine_routing_shape(engine))
