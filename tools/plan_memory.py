@@ -278,6 +278,8 @@ def measure(options: argparse.Namespace, hf: HFConfig, console: Console) -> int:
     layouts = parse_layouts(options) or [ParallelConfig(options.gpus or 1, options.gpus_per_node)]
     if len(layouts) != 1:
         raise ConfigError("--measure builds one layout; give one --layout")
+    if options.frozen or options.algorithm == "distill":
+        raise ConfigError("--measure builds trained models only; remove --frozen and --algorithm distill")
     base = base_config(options, layouts[0].world_size, {})
     search = Search(hf, None, base, load_requirements(base), 0, StepTime(hf, 1, 1, GPUSpec()))
     config = search.plan_layout(layouts[0], options.recompute or "none").config

@@ -39,6 +39,7 @@ from megarl.parallel.placement import (
     prefix_role_error,
     role_config,
     role_parallel,
+    role_settings,
     split_role,
 )
 from megarl.parallel.policy_configs import policy_config
@@ -119,7 +120,8 @@ def check_training_layout(hf: HFConfig, config: Config) -> None:
     if lora.rank > (hidden := int(hf["hidden_size"])):
         raise ConfigError(f"{lora.rank=} is beyond the model's hidden_size={hidden}; no matrix has more ranks")
     if lora.rank:
-        adapter_params(family.params(hf, parallel.tp, parallel.etp), lora)  # raises for a missing target
+        mtp = bool(num_trained_mtp(hf, config))
+        adapter_params(family.params(hf, parallel.tp, parallel.etp, mtp=mtp), lora)  # raises for a missing target
 
 
 def _check_delta_nets(settings: Mapping[str, Any], config: Config) -> None:
@@ -143,8 +145,11 @@ def check_role_layout(hf: HFConfig, config: Config, role: str) -> None:
         base = split_role(role)[0]
         if base in ("critic", "reward_model"):
             qwen_vl.check_training(hf, family_of(hf), role_settings, role)
-        is_trained = base in ("actor", "critic")
-        check_training_layout(hf, role_settings if is_trained else replace(role_settings, lora=LoraConfig()))
+        if base not in ("actor", "critic"):
+            role_settings = replace(role_settings, lora=LoraConfig())
+        if base != "actor":
+            role_settings = replace(role_settings, train=replace(role_settings.train, mtp_loss_coef=0))
+        check_training_layout(hf, role_settings)
     except ConfigError as error:
         raise prefix_role_error(config, role, error) from None
 
@@ -152,8 +157,7 @@ def check_role_layout(hf: HFConfig, config: Config, role: str) -> None:
 def check_engine(hf: HFConfig, config: Config) -> None:
     """Check that the model divides by the engines' tp and ep, and the engines' settings."""
     settings, tp, ep = family_of(hf).megatron_config(hf), config.rollout.tp, config.rollout.ep
-    adapters = adapter_params(family_of(hf).params(hf, 1), config.lora) if config.lora.rank else []
-    if is_int4(hf) and any(param.expert is not None for param in adapters):
+    if config.lora.rank and is_int4(hf) and _adapts_experts(hf, config):
         raise ConfigError(
             "lora.rank: adapters on the routed experts of an INT4 checkpoint would be merged and then rounded for the "
             "engine, to another policy than the one trained; name other layers in lora.target_modules, such as "
@@ -198,6 +202,11 @@ def check_engine(hf: HFConfig, config: Config) -> None:
     for name, width, parts in widths:
         if width % parts:
             raise ConfigError(f"{rollout.tp=} with {rollout.ep=} would cut the model's {name}={width} in {parts}")
+
+
+def _adapts_experts(hf: HFConfig, config: Config) -> bool:
+    table = family_of(hf).params(hf, 1, mtp=bool(num_trained_mtp(hf, config)))
+    return any(param.expert is not None for param in adapter_params(table, config.lora))
 
 
 def check_role_engine(hf: HFConfig, config: Config, role: str) -> None:
@@ -430,10 +439,17 @@ def check_schedule(config: Config, declared: Requirements) -> None:
             f"{critic.warmup_steps=} leaves none of {run.num_rollout=} steps in which the policy is updated; lower the "
             "first or raise the second"
         )
-    for name, optimizer in (("actor_optimizer", config.actor_optimizer), ("critic.optimizer", critic.optimizer)):
+    for role in ("actor", "critic", *(role for role in declared.trained_roles if split_role(role)[1])):
+        base, derived, own = split_role(role)[0], policy_config(config, role), role_settings(config, role).optimizer
+        section, optimizer = {
+            "actor": ("actor_optimizer", derived.actor_optimizer),
+            "critic": ("critic.optimizer", derived.critic.optimizer),
+        }[base]
         if optimizer.min_lr > optimizer.lr:
+            lowest, first = (f"roles.{role}.optimizer" if name in own else section for name in ("min_lr", "lr"))
             raise ConfigError(
-                f"{name}.min_lr={optimizer.min_lr:g} is above {name}.lr={optimizer.lr:g}, its starting point; swap them"
+                f"{lowest}.min_lr={optimizer.min_lr:g} is above {first}.lr={optimizer.lr:g}, its starting point; lower "
+                "the first or raise the second"
             )
 
 

@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import zip_longest
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -114,10 +114,12 @@ def check_same_tokenizer(config: Config, source: str, path: str, reason: str) ->
         merges, policy_merges = _read_merges(path), _read_merges(config.model.path)
         if not merges or not policy_merges or merges == policy_merges:
             return
-        common = takewhile(lambda pair: pair[0] == pair[1], zip(merges, policy_merges, strict=False))
+        pairs = enumerate(zip_longest(merges, policy_merges))
+        number, pair = next((number, pair) for number, pair in pairs if pair[0] != pair[1])
+        own, policys = ("missing" if merge is None else repr(" ".join(merge)) for merge in pair)
         raise ConfigError(
-            f"{source} has another tokenizer than model.path={config.model.path}: its tokens are equal, but not its "
-            f"merges, from number {sum(1 for _ in common)} on; {reason}"
+            f"{source} has another tokenizer than model.path={config.model.path}: its tokens are equal, but merge "
+            f"{number} is {own}, the policy's {policys}; {reason}"
         )
     if not vocabulary and not policy_vocabulary:
         return
@@ -148,6 +150,8 @@ def _read_merges(folder: str) -> list[tuple[str, str]]:
     elif lines.is_file():
         merges = [line for line in lines.read_text(encoding="utf-8").splitlines() if not line.startswith("#version")]
     pairs = [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in merges if merge]
+    if broken := [pair for pair in pairs if len(pair) != 2]:
+        raise ConfigError(f"{folder}: the merge {' '.join(broken[0])!r} is not a pair; restore its tokenizer")
     return [(str(first), str(second)) for first, second in pairs]
 
 
@@ -248,14 +252,19 @@ class ServedModels:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        return (*self.megatron_configs, *(("reward",) if self.classifier else ()), *self.engine_configs)
+        reward = ("reward",) if self.classifier else ()
+        return (*self.megatron_configs, *reward, *self.engine_configs, *self.critic_configs)
+
+    def trained_config(self, role: str) -> HFConfig:
+        """Return config.json of the actor or critic of another policy than the first."""
+        base, policy = split_role(role)
+        return self.critic_configs[role] if base == "critic" else self.engine_configs[f"rollout_{policy}"]
 
     def count_params(self, role: str) -> int:
         """Return the number of parameters of a role's model, without its head if Megatron computes it."""
-        if role in self.engine_configs:
-            return sum(param_count(self.engine_configs[role]).values())
-        if role in self.megatron_configs or not self.classifier:
-            return sum(param_count(self.megatron_configs[role]).values())
+        configs = {**self.megatron_configs, **self.engine_configs, **self.critic_configs}
+        if role in configs or not self.classifier:
+            return sum(param_count(configs[role]).values())
         return self.classifier[1]
 
     def stages(self, config: Config, declared: Requirements) -> dict[str, list[InferenceStage]]:
@@ -314,7 +323,7 @@ def read_served_models(
 def _other_critic(hf: HFConfig, config: Config, role: str, dry_run: bool, warnings: list[str]) -> HFConfig:
     """Return config.json of another policy's critic. hf: that policy's."""
     derived = policy_config(config, role)
-    path, key = derived.critic.path, f"roles.{role}.model"
+    path, key = derived.critic.path, f"roles.{role}.model" if role_settings(config, role).model else "critic.path"
     source = f"{key}={path}"
     if not path or _plans_as_policy(path, source, dry_run, warnings):
         return hf
@@ -360,7 +369,10 @@ def _reward_model(
         raise ConfigError(
             f"{source} has no {VALUE_HEAD}: it is not a reward model; train one with algorithm=reward_model"
         )
-    reason = "the reward model reads the policy's tokens, so it must have its tokenizer and vocabulary"
+    reason = (
+        "the reward model reads the policy's tokens, so it must have its tokenizer and vocabulary; name a model that "
+        "has them, or set roles.reward.backend=transformers"
+    )
     _check_vocab_size(hf, config, reward_config, source, reason)
     check_same_tokenizer(config, source, path, reason)
     check_positions(reward_config, config, source)
@@ -443,7 +455,10 @@ def _read_role_models(
                 f"{source} with kl.refresh_reference_every={config.kl.refresh_reference_every}: that model has other "
                 "tensors than the policy, whose weights it cannot take; remove one of them"
             )
-        reason = f"the {role} reads the policy's tokens, so it must have its tokenizer and vocabulary"
+        reason = f"the {role} reads the policy's tokens, so it must have its tokenizer and vocabulary; "
+        reason += "name a model that has them"
+        if config.algorithm == "distill":
+            reason += f", or set options.teachers.{role}.tokenizer=teacher"
         _check_vocab_size(hf, config, model, source, reason)
         check_same_tokenizer(config, source, path, reason)
         if declared.has_rollout:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from megarl.config import Config, ConfigError, RolloutConfig
 from megarl.config.keys import max_pending_groups
-from megarl.parallel.placement import engine_ranks, has_model, placement_of, split_role
+from megarl.parallel.placement import engine_ranks, has_model, placement_of, role_settings, split_role
 from megarl.parallel.policy_configs import policy_config
 from megarl.types.requirements import Requirements
 
@@ -18,9 +17,11 @@ def check_asynchronous(config: Config, declared: Requirements, warnings: list[st
         return
     placement = placement_of(config)
     for engine_role, rollout in rollout_settings(config, declared.roles).items():
-        key = f"{_rollout_key(engine_role)}asynchronous"
         if not rollout.asynchronous:
             continue
+        key, sync_key, staleness_key = (
+            _engine_key(config, engine_role, name) for name in ("asynchronous", "on_weight_sync", "max_staleness")
+        )
         if not declared.trained_roles:
             raise ConfigError(
                 f"{key} with algorithm={declared.name}: nothing trains concurrently; set the first to false"
@@ -30,14 +31,15 @@ def check_asynchronous(config: Config, declared: Requirements, warnings: list[st
             shared = engines & set(placement.ranks_of(role)) if role != engine_role and has_model(config, role) else ()
             if shared and rollout.on_weight_sync == "in_place":
                 raise ConfigError(
-                    f"{_rollout_key(engine_role)}on_weight_sync=in_place with engines on the ranks of the {role} (rank "
-                    f"{min(shared)}): they release their KV cache while it computes, so there is none to keep; set the "
-                    f"first to retract, or placement.{engine_role} to ranks without models"
+                    f"{sync_key}=in_place with engines on the ranks of the {role} (rank {min(shared)}): they release "
+                    "their KV cache while it computes, so there is none to keep; set the first to retract, or "
+                    f"placement.{engine_role} to ranks without models"
                 )
         if rollout.max_staleness and not declared.is_off_policy:
-            warnings.append(
-                f"{key} with {rollout.max_staleness=}: tokens may come from an older policy, for which the loss of "
-                f"algorithm={config.algorithm} does not correct"
+            _warn_once(
+                warnings,
+                f"{key} with {staleness_key}={rollout.max_staleness}: tokens may come from an older policy, for which "
+                f"the loss of algorithm={config.algorithm} does not correct",
             )
 
 
@@ -46,44 +48,50 @@ def rollout_settings(config: Config, roles: Iterable[str]) -> dict[str, RolloutC
     return {role: policy_config(config, role).rollout for role in roles if split_role(role)[0] == "rollout"}
 
 
-def _rollout_key(role: str) -> str:
-    return "rollout." if role == "rollout" else f"roles.{role}.rollout."
+def _engine_key(config: Config, role: str, name: str) -> str:
+    """Return the key that sets `rollout.NAME` of a role's engines, which may be the first policy's."""
+    return f"roles.{role}.rollout.{name}" if name in role_settings(config, role).rollout else f"rollout.{name}"
+
+
+def _warn_once(warnings: list[str], text: str) -> None:
+    """Append a warning, unless another policy with the same settings has it."""
+    if text not in warnings:
+        warnings.append(text)
 
 
 def check_oversampling(config: Config, declared: Requirements, warnings: list[str]) -> None:
     """Check that `rollout.oversample` and `rollout.max_staleness` suit the algorithm."""
-    if declared.has_engines(config):
-        settings = rollout_settings(config, declared.roles).values()
-        for oversample, max_staleness in sorted({(rollout.oversample, rollout.max_staleness) for rollout in settings}):
-            rollout = replace(config.rollout, oversample=oversample, max_staleness=max_staleness)
-            _check_oversampling(config, rollout, declared, warnings)
-
-
-def _check_oversampling(config: Config, rollout: RolloutConfig, declared: Requirements, warnings: list[str]) -> None:
-    if rollout.oversample == 1:
+    if not declared.has_engines(config):
         return
-    if rollout.max_staleness == 0:
-        warnings.append(
-            f"{rollout.oversample=:g} with rollout.max_staleness=0: partial rollouts are restarted in the next step, "
-            "so answers that take longer than a step are never trained on; raise the second"
-        )
-    elif not declared.is_off_policy:
-        warnings.append(
-            f"{rollout.oversample=:g} with {rollout.max_staleness=}: tokens may come from weights that many versions "
-            f"old, for which the loss of algorithm={config.algorithm} does not correct; watch rollout/staleness_mean "
-            "and rollout/logprob_diff_mean_stale"
-        )
+    for role, rollout in rollout_settings(config, declared.roles).items():
+        if rollout.oversample == 1:
+            continue
+        oversample = f"{_engine_key(config, role, 'oversample')}={rollout.oversample:g}"
+        max_staleness = f"{_engine_key(config, role, 'max_staleness')}={rollout.max_staleness}"
+        if rollout.max_staleness == 0:
+            _warn_once(
+                warnings,
+                f"{oversample} with {max_staleness}: partial rollouts are restarted in the next step, so answers that "
+                "take longer than a step are never trained on; raise the second",
+            )
+        elif not declared.is_off_policy:
+            _warn_once(
+                warnings,
+                f"{oversample} with {max_staleness}: tokens may come from weights that are many versions old, for "
+                f"which the loss of algorithm={config.algorithm} does not correct; watch rollout/staleness_mean and "
+                "rollout/logprob_diff_mean_stale",
+            )
 
 
 def check_enough_prompts(count: int, config: Config) -> None:
     """Check that there are enough prompts for none to be under way twice in a step."""
     data = config.data
-    for rollout in rollout_settings(config, ("rollout", *config.roles)).values():
+    for role, rollout in rollout_settings(config, ("rollout", *config.roles)).items():
         most = max_pending_groups(data.prompts_per_step, rollout.oversample)
         if rollout.oversample > 1 and count < most and not rollout.replay:
             raise ConfigError(
-                f"{rollout.oversample=:g} with {data.prompts_per_step=} has {most} prompts in flight, but data.train "
-                f"has {count}; lower one of the first two"
+                f"{_engine_key(config, role, 'oversample')}={rollout.oversample:g} with {data.prompts_per_step=} has "
+                f"{most} prompts in flight, but data.train has {count}; lower one of the first two"
             )
 
 

@@ -253,7 +253,8 @@ def validate(
     if declared.trained_roles:
         does_divide = passes(checks.check_training_layout, hf, config)
         does_divide = does_divide and passes(checks.check_mtp, hf, config, declared)
-    if critic_hf is not None and (critic_hf is not hf or config.critic.parallel or "critic" in config.placement):
+    has_own_layout = critic_hf is not hf or config.critic.parallel or "critic" in config.placement
+    if critic_hf is not None and (has_own_layout or (does_divide and config.lora.rank)):
         does_divide = passes(checks.check_role_layout, critic_hf, config, "critic") and does_divide
     for role, model in served.megatron_configs.items():
         if model is not hf or role_settings(config, role).parallel:
@@ -407,20 +408,22 @@ def _facts(
     parallel, rollout, run = config.parallel, config.rollout, config.run
     settings = {**family_of(hf).megatron_config(hf), **config.model.megatron}
     counts, experts = param_count(hf), settings.get("num_moe_experts")
-    critic_counts = counts if critic_hf is hf or critic_hf is None else param_count(critic_hf)
+    critic = "none" if critic_hf is None else _count(sum(param_count(critic_hf).values()))
     ranks_per_node = min(parallel.world_size, parallel.ranks_per_node)
     placement, roles = placement_of(config), declared.roles
     layers = [len(stage) for stage in stage_layers(int(settings["num_layers"]), parallel.pp, settings, parallel.vpp)]
     model = [
         ("architecture", family_of(hf).architecture),
         ("parameters", _count(sum(counts.values())) + (f", {_count(counts['experts'])} in experts" if experts else "")),
-        ("critic", "none" if critic_hf is None else _count(sum(critic_counts.values()))),
+        *([] if critic_hf is None and served_models.critic_configs else [("critic", critic)]),
         *((role, _count(served_models.count_params(role))) for role in served_models.roles),
     ]
+    mtp_layers = num_trained_mtp(hf, config)
     if config.lora.rank:
-        count = _count(sum(param.size for param in adapter_params(family_of(hf).params(hf, 1), config.lora)))
+        adapters = adapter_params(family_of(hf).params(hf, 1, mtp=bool(mtp_layers)), config.lora)
+        count = _count(sum(param.size for param in adapters))
         model.append(("trained", f"adapters of rank {config.lora.rank}, {count} parameters of the policy"))
-    if mtp_layers := num_trained_mtp(hf, config):
+    elif mtp_layers:
         size = sum(param.size * number for param, number in unique_params(hf, mtp=True)) - sum(counts.values())
         model.append(("trained besides", f"{mtp_layers} layer(s) of multi-token prediction, {_count(size)}"))
     layout = [
@@ -431,12 +434,13 @@ def _facts(
         parts = f", each in {parallel.vpp} parts" if parallel.vpp > 1 else ""
         layout += _describe_parallel(role_parallel(config, declared.main_role), "", bool(experts))
         layout.append(("layers by stage", " ".join(map(str, layers)) + parts))
-    other_roles = {"critic": bool(experts)} if "critic" in roles else {}
-    other_roles |= dict.fromkeys(_other_trained(roles), bool(experts))
-    other_roles |= {role: bool(family_of(m).num_experts(m)) for role, m in served_models.megatron_configs.items()}
-    for role, has_experts in other_roles.items():
+    other_models = {} if critic_hf is None else {"critic": critic_hf}
+    other_models |= {role: served_models.trained_config(role) for role in _other_trained(roles)}
+    other_models |= served_models.megatron_configs
+    for role, role_model in other_models.items():
         has_layout = role != "critic" and role_settings(config, role).parallel
         if placement.ranks_of(role) != placement.ranks_of("actor") or has_layout:
+            has_experts = bool(family_of(role_model).num_experts(role_model))
             layout += _describe_parallel(role_parallel(config, role), f"{role}'s ", has_experts)
     sequences, per_epoch = checks.sequences_per_step(config, declared), max(1, run.num_update // run.ppo_epochs)
     unit = checks.batch_unit(declared)
@@ -504,15 +508,15 @@ def _describe_host_memory(hf: HFConfig, config: Config, declared: Requirements, 
     sequences, longest = checks.sequences_per_step(config, declared), config.rollout.max_context
     routing = routing_shape(hf, config.model.megatron) if config.train.routing_replay and experts else None
     parts = step_bytes(config, declared, BatchSize(sequences * longest, sequences, longest), routing)
+    ranks_per_node = min(config.parallel.world_size, config.parallel.ranks_per_node)
+    share = ranks_per_node / config.parallel.world_size
     if (indices := index_shape(hf, config)) is not None:  # as the rollouts, the batch, and a pass's exchange
-        share = min(config.parallel.world_size, config.parallel.ranks_per_node) / config.parallel.world_size
         tokens = share * sequences * max(0, longest - indices.topk)
         parts["records of sparse attention"] = round(3 * tokens * indices.token_bytes)
     reads_images = family_of(hf).vision is not None and declared.item == "prompts"
     if reads_images and (num_bytes := checks.mean_image_bytes(config)):  # in the batch, and in a pass's exchange
-        share = min(config.parallel.world_size, config.parallel.ranks_per_node) / config.parallel.world_size
         parts["images"] = round(2 * share * sequences * num_bytes)
-    ranks_per_node, total_bytes = min(config.parallel.world_size, config.parallel.ranks_per_node), sum(parts.values())
+    total_bytes = sum(parts.values())
     num_leads = max(1, ranks_per_node // config.rollout.tp)
     on_rank = format_bytes(total_bytes // ranks_per_node)
     if num_leads < ranks_per_node:
@@ -586,6 +590,14 @@ def memory_table(stages: list[StageMemory]) -> Table:
         ([s.training for s in shown], "in training", [s.training_total for s in shown]),
         ([s.generation for s in shown], "in generation", [s.generation_total for s in shown]),
         ([s.weight_sync for s in shown], "in weight sync", [s.weight_sync_total for s in shown]),
+        *(
+            (
+                [s.other_syncs[actor] for s in shown],
+                f"in weight sync of the {actor}",
+                [s.other_sync_total(actor) for s in shown],
+            )
+            for actor in shown[0].other_syncs
+        ),
         *(
             (
                 [s.other_engines[role] for s in shown],

@@ -180,7 +180,12 @@ def model_flops(hf: HFConfig, lora: LoraConfig | None = None, has_scalar_head: b
     recurrence = delta_net_flops(settings)
     has_adapters = lora is not None and lora.rank > 0
     if lora is not None and has_adapters:
-        for param in adapted_weights(table, lora.target_modules):
+        counted = {param.megatron for param in table}
+        # Targets may name layers of multi-token prediction alone.
+        complete = family.params(hf, 1, mtp=family.num_mtp_layers(hf) > 0)
+        for param in adapted_weights(complete, lora.target_modules):
+            if param.megatron not in counted:
+                continue
             rows, columns = sum(tensor.shape[0] for tensor in param.hf), param.hf[0].shape[1]
             adapters += 2 * (expert_share if param.expert is not None else 1.0) * lora.rank * (rows + columns)
     head = 2.0 * (1 if has_scalar_head else int(hf["vocab_size"])) * int(settings["hidden_size"])

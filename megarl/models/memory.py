@@ -66,6 +66,8 @@ class StageMemory:
     is_offloaded: bool
     other_engines: dict[str, dict[str, int]] = field(default_factory=dict)
     """By role, in addition while its engines are awake, which are not the policy's."""
+    other_syncs: dict[str, dict[str, int]] = field(default_factory=dict)
+    """By actor of another policy than the first, in addition during the sync of its weights."""
 
     @property
     def training_total(self) -> int:
@@ -83,12 +85,20 @@ class StageMemory:
 
     @property
     def weight_sync_total(self) -> int:
-        states = self.states.get("actor weights", 0) if self.is_offloaded else sum(self.states.values())
-        return states + sum(self.weight_sync.values())
+        return self._sync_total("actor", self.weight_sync)
+
+    def other_sync_total(self, actor: str) -> int:
+        return self._sync_total(actor, self.other_syncs[actor])
+
+    def _sync_total(self, actor: str, parts: Mapping[str, int]) -> int:
+        weights = f"{actor.replace('_', ' ')} weights"
+        states = self.states.get(weights, 0) if self.is_offloaded else sum(self.states.values())
+        return states + sum(parts.values())
 
     @property
     def peak(self) -> int:
         others = [self.other_engine_total(role) for role in self.other_engines]
+        others += [self.other_sync_total(actor) for actor in self.other_syncs]
         return max(self.training_total, self.generation_total, self.weight_sync_total, *others)
 
 
@@ -108,6 +118,7 @@ class TrainedStage(NamedTuple):
     activations: int
     inputs: int  # of its micro-batches
     states: dict[str, int]
+    logits: int = 0
 
 
 class ElementCounts(NamedTuple):
@@ -195,11 +206,8 @@ def plan_memory(
             # One model computes at a time, so the larger of the two counts.
             training["activations"] = max(training["activations"], largest.activations)
             training["micro-batches"] = max(training["micro-batches"], largest.inputs)
-        if stage == len(layers) - 1 and split_role(lead)[0] == "actor":
-            tp, at_once = role_config(config, lead).parallel.tp, config.train.logits_chunk_size
-            model = hf_by_role.get(lead) or hf
-            training["logits"] = logits_bytes(model["vocab_size"], model["hidden_size"], tp, tokens, at_once, size)
-        generation, weight_sync, host = dict(engine), {}, checkpoint_copy(config, states, trained)
+            training["logits"] = max(training["logits"], *(model_stages[number].logits for number in numbers))
+        generation, host = dict(engine), checkpoint_copy(config, states, trained)
         for role in (role for role in inference if role in local_roles):
             numbers = set(local_stages[role][in_stage].tolist()) - {_ELSEWHERE}
             if not numbers:
@@ -212,9 +220,6 @@ def plan_memory(
             states[f"{role} weights"] = fullest.weights
             training["activations"] = max(training["activations"], fullest.activations)
             training["logits"] = max(training["logits"], fullest.logits)
-        policy = split_role(lead)[1]
-        actor = f"actor {policy}" if policy else "actor"
-        weights = states.get(f"{actor} weights", 0)
         is_refreshed, is_separate = config.kl.refresh_reference_every > 0, has_separate_reference(config)
         copies = {"reference": states.get("reference weights", 0)} if is_separate else {}
         for role in (role for role in trained if split_role(role)[0] == "actor"):
@@ -228,27 +233,30 @@ def plan_memory(
                 host[f"{reference.replace('_', ' ')} weights"] = copies[reference]
         if is_refreshed and config.run.save_every and any(copies.values()):  # staged, even without `run.save_async`
             host[PENDING_CHECKPOINT] = host.get(PENDING_CHECKPOINT, 0) + sum(copies.values())
-        if requirements.has_rollout and requirements.trained_roles:
-            engine_role = f"rollout_{policy}" if policy else "engine"
+        syncs: dict[str, dict[str, int]] = {}
+        for role in requirements.trained_roles if requirements.has_rollout else ():
+            base, policy = split_role(role)
+            if base != "actor":
+                continue
+            name, engine_role = role.replace("_", " "), f"rollout_{policy}" if policy else "engine"
             own_engine = other_engines.get(engine_role, {}) if policy else engine
-            engine_weights = own_engine.get(f"{engine_role} weights", 0)
-            if staged := sync_staging_bytes(rollout.weight_sync_bucket_mb << 20, weights, engine_weights):
-                weight_sync.update({"engine weights": engine_weights, "reshard staging": staged})
+            weights, engine_weights = states.get(f"{name} weights", 0), own_engine.get(f"{engine_role} weights", 0)
+            bucket = policy_config(config, role).rollout.weight_sync_bucket_mb << 20
+            if staged := sync_staging_bytes(bucket, weights, engine_weights):
+                syncs[role] = {f"{engine_role} weights": engine_weights, "reshard staging": staged}
             if weights and config.guards.ppo_kl:
-                host["last good policy"] = weights + states[f"{actor} optimizer"]
-            if config.train.offload and states:
-                host["states, while generating"] = sum(states[name] for name in states if "gradients" not in name)
+                kept = weights + states[f"{name} optimizer"]
+                host["last good policy"] = host.get("last good policy", 0) + kept
+        if requirements.has_rollout and requirements.trained_roles and config.train.offload and states:
+            host["states, while generating"] = sum(states[name] for name in states if "gradients" not in name)
         if engine and takes_turns(config, requirements.roles, "rollout"):
             host["engine weights, asleep"] = engine["engine weights"]
         for role, parts in other_engines.items():
             if takes_turns(config, requirements.roles, role):
                 host[f"{role} weights, asleep"] = parts[f"{role} weights"]
-        offloaded = requirements.has_rollout and config.train.offload
-        stages.append(
-            StageMemory(
-                *(stage, stage_layer_ids, states, training, generation, weight_sync, host, offloaded, other_engines)
-            )
-        )
+        offloaded, weight_sync = requirements.has_rollout and config.train.offload, syncs.pop("actor", {})
+        parts_by_phase = states, training, generation, weight_sync, host
+        stages.append(StageMemory(stage, stage_layer_ids, *parts_by_phase, offloaded, other_engines, syncs))
     return stages
 
 
@@ -298,6 +306,8 @@ def _trained_stages(hf: HFConfig, config: Config, role: str, tokens: int) -> lis
         states = {f"{role.replace('_', ' ')} {part}": amount for part, amount in parts.items()}
         activations, inputs = training_bytes(settings, layers, stage, parallel, tokens, size, mtp, replays, indices)
         stages.append(TrainedStage(layers[stage], activations, ceil(inputs), states))
+    if is_actor:
+        stages[-1] = stages[-1]._replace(logits=_logits_bytes(hf, config, tokens, size))
     return stages
 
 
@@ -313,10 +323,13 @@ def inference_stages(
         weights = size * (sum(elements) - elements.biases) + 4 * elements.biases
         stages.append(InferenceStage(stage_layer_ids, weights, size * widest * tokens // parallel.tp))
     if not head:
-        at_once = config.train.logits_chunk_size
-        logits = logits_bytes(hf["vocab_size"], hf["hidden_size"], parallel.tp, tokens, at_once, size)
-        stages[-1] = stages[-1]._replace(logits=logits)
+        stages[-1] = stages[-1]._replace(logits=_logits_bytes(hf, config, tokens, size))
     return stages
+
+
+def _logits_bytes(hf: HFConfig, config: Config, tokens: int, size: int) -> int:
+    tp, at_once = config.parallel.tp, config.train.logits_chunk_size
+    return logits_bytes(hf["vocab_size"], hf["hidden_size"], tp, tokens, at_once, size)
 
 
 def classifier_stages(hf: HFConfig, elements: int, dtype: str, config: Config) -> list[InferenceStage]:

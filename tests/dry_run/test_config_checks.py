@@ -142,12 +142,18 @@ def test_models_of_the_policys_tokens_merge_as_it_does(tmp_path: Path) -> None:
     config = from_dict({"model": {"path": write_tokenizer(tmp_path / "policy", merges)}})
     check_same_tokenizer(config, "source", write_tokenizer(tmp_path / "equal", merges), "it must")
     other = write_tokenizer(tmp_path / "other", [("a", "b"), ("b", "c"), ("a", "bc")])
-    with pytest.raises(ConfigError, match=r"source has .* tokens are equal, but not its merges, from number 2 on; it"):
+    message = r"source has .* tokens are equal, but merge 2 is 'a bc', the policy's 'ab c'; it must"
+    with pytest.raises(ConfigError, match=message):
         check_same_tokenizer(config, "source", other, "it must")
+    with pytest.raises(ConfigError, match=r"equal, but merge 2 is missing, the policy's 'ab c'; it must"):
+        check_same_tokenizer(config, "source", write_tokenizer(tmp_path / "fewer", merges[:2]), "it must")
     (tmp_path / "text").mkdir()
     (tmp_path / "text/vocab.json").write_text(json.dumps({"a": 0, "b": 1, "c": 2, "ab": 3, "bc": 4, "abc": 5}))
     (tmp_path / "text/merges.txt").write_text("#version: 0.2\na b\nb c\nab c\n")
     check_same_tokenizer(config, "source", str(tmp_path / "text"), "it must")
+    (tmp_path / "text/merges.txt").write_text("#version: 0.2\na b\nbc\nab c\n")
+    with pytest.raises(ConfigError, match=r"text: the merge 'bc' is not a pair; restore its tokenizer"):
+        check_same_tokenizer(config, "source", str(tmp_path / "text"), "it must")
 
 
 def test_mean_size_of_images(tmp_path: Path) -> None:

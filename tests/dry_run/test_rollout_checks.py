@@ -81,6 +81,30 @@ def test_too_few_prompts_for_oversampling_raise() -> None:
         check_enough_prompts(5, make_config(oversample=1.5))
 
 
+def test_warnings_and_errors_name_the_key_of_the_policy_that_sets_it() -> None:
+    tree = {
+        "algorithm": "megarl.controllers.policies:PPOAndReMaxController",
+        "parallel": {"world_size": 2},
+        "placement": {"actor": "0", "rollout": "1"},
+        "rollout": {"max_staleness": 3},
+        "roles": {"rollout_b": {"rollout": {"oversample": 4, "asynchronous": True}}},
+        "data": {"prompts_per_step": 4},
+    }
+    config, warnings = from_dict(tree), list[str]()
+    with pytest.raises(
+        ConfigError, match=r"^roles.rollout_b.rollout.oversample=4 with data.prompts_per_step=4 has 16 "
+    ):
+        check_enough_prompts(5, config)
+    check_asynchronous(config, on_policy_requirements(config), warnings)
+    check_oversampling(config, on_policy_requirements(config), warnings)
+    (overlapping, oversampled) = warnings
+    assert overlapping.startswith("roles.rollout_b.rollout.asynchronous with rollout.max_staleness=3: tokens")
+    assert oversampled.startswith("roles.rollout_b.rollout.oversample=4 with rollout.max_staleness=3: tokens")
+    both, warnings = from_dict(tree | {"rollout": {"oversample": 2}, "roles": {}}), []
+    check_oversampling(both, on_policy_requirements(both), warnings)
+    assert [line.partition(":")[0] for line in warnings] == ["rollout.oversample=2 with rollout.max_staleness=1"]
+
+
 def test_asynchronous_rollouts_need_correction_and_a_kv_cache_of_their_own() -> None:
     split = {"placement": {"actor": "0", "rollout": "1"}, "parallel": {"world_size": 2}}
     tree: dict[str, Any] = {"algorithm": "grpo", "rollout": {"asynchronous": True}, **split}

@@ -355,6 +355,24 @@ def test_mtp_training_limits(plan, overrides: list[str], message: str) -> None:
     )
 
 
+def test_adapters_of_mtp_layers_are_counted(plan) -> None:
+    """The joint projection of 14,336 to 7,168 features, the only target, is in no critic."""
+    hf = json.loads((ROOT / "configs/models/deepseek_v3.json").read_text()) | {"num_hidden_layers": 4}
+    small = ["parallel={world_size: 4, tp: 1, pp: 1, ep: 2}", "train.mtp_loss_coef=0.1", "lora.rank=4"]
+    report = plan(*small, "lora.target_modules=[eh_proj]", "algorithm=grpo", hf=hf)
+    assert report.ok, report.errors
+    model = dict(report.facts["model"])
+    assert model["trained"] == "adapters of rank 4, 0.09 M parameters of the policy"  # 4 (14,336 + 7,168)
+    assert "trained besides" not in model
+    (error,) = plan(*small, "lora.target_modules=[eh_proj]", hf=hf).errors
+    assert error.startswith("the critic: lora.target_modules: eh_proj names no linear layer of this model; it has ")
+    (error,) = plan(*small[:1], "lora.rank=4", "lora.target_modules=[eh_proj]", "algorithm=grpo", hf=hf).errors
+    assert error.startswith("lora.target_modules: eh_proj names no linear layer")
+    int4 = load_hf_config(ROOT / "configs/models/kimi_k2_thinking.json") | {"num_hidden_layers": 2}
+    lora = {"rank": 8, "target_modules": ["eh_proj"]}
+    check_engine(int4 | {"num_nextn_predict_layers": 1}, from_dict({"lora": lora, "train": {"mtp_loss_coef": 0.1}}))
+
+
 @pytest.mark.parametrize(
     ("file", "key"), [("qwen3_next_80b_a3b", "num_nextn_predict_layers"), ("qwen3.5_35b_a3b", "mtp_num_hidden_layers")]
 )
@@ -506,12 +524,18 @@ def test_reward_model_needs_a_head_and_the_policys_tokenizer(plan, tmp_path: Pat
 
 CONTROLLER = """
 from megarl.controllers.grpo import GRPOController
+from megarl.controllers.policies import PoliciesController
+from megarl.controllers.ppo import PPOController
 
 
 class Distilled(GRPOController):
     @classmethod
     def roles(cls, config):
         return (*super().roles(config), "teacher")
+
+
+class GRPOAndPPO(PoliciesController):
+    algorithms = {"": GRPOController, "b": PPOController}
 
 
 class Judged(GRPOController):
@@ -556,6 +580,30 @@ def test_teacher_memory_and_layout(plan, custom_controllers: None) -> None:
     assert errors == [
         "the teacher: roles.teacher.parallel.ep=3 does not divide the model's 8 experts; sizes that do: 1, 2, 4, 8"
     ]
+
+
+def test_second_policy_in_the_report(plan, custom_controllers: None, tmp_path: Path) -> None:
+    """A dense actor and critic over a policy with experts, on ranks of their own."""
+    dense = write_model(tmp_path / "dense", DENSE, ("a",))
+    roles = {"actor_b": {"model": str(dense), "optimizer": {"lr": 1e-7}}, "critic_b": {"optimizer": {"min_lr": 1}}}
+    args = ["algorithm=dry_lab:GRPOAndPPO", "parallel={world_size: 4, tp: 1, pp: 1, ep: 1}", "rollout.tp=1"]
+    args += ["placement={actor: 0-1, actor_b: 2-3, critic_b: 2-3}"]
+    report = plan(*args, f"roles={json.dumps(roles | {'critic_b': {}})}")
+    assert report.ok, report.errors
+    model, layout = dict(report.facts["model"]), dict(report.facts["layout"])
+    assert model["critic_b"] == model["rollout_b"] != model["parameters"] and "critic" not in model
+    assert layout["actor_b's dense layers"] == layout["critic_b's dense layers"] == "tp 1 x pp 1 x dp 2"
+    assert "experts" in layout and "actor_b's experts" not in layout and "critic_b's experts" not in layout
+    (error,) = plan(*args, f"roles={json.dumps(roles)}", "actor_optimizer.min_lr=1e-8").errors
+    assert re.search(r"roles.critic_b.optimizer.min_lr=1 is above critic.optimizer.lr=", error)
+    (error,) = plan(*args, f"roles={json.dumps(roles)}", "actor_optimizer={min_lr: 1.0e-6, lr: 1}").errors
+    assert "actor_optimizer.min_lr=1e-06 is above roles.actor_b.optimizer.lr=1e-07, its starting point; lower" in error
+    same = [*args, "critic.path=/nowhere"]
+    assert "critic.path=/nowhere not found; planned as" in " ".join(plan(*same).warnings)
+    named = {"critic_b": {"model": "/other"}}
+    assert "roles.critic_b.model=/other not found" in " ".join(plan(*same, f"roles={json.dumps(named)}").warnings)
+    text = render(report)
+    assert "in weight sync of the actor_b" in text and "rollout_b weights" in text
 
 
 def test_teacher_needs_the_policys_tokenizer(plan, custom_controllers: None, tmp_path: Path) -> None:

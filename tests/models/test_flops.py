@@ -100,6 +100,17 @@ def test_lora_backward_trains_adapters_only() -> None:
     assert adapted.head_backward == full.head_backward / 2
 
 
+def test_adapters_of_mtp_layers_do_not_count() -> None:
+    hf = json.loads((CONFIGS / "deepseek_v3.json").read_text()) | {"num_hidden_layers": 4}
+    full, adapted = model_flops(hf), model_flops(hf, LoraConfig(rank=4, target_modules=("eh_proj",)))
+    assert adapted.forward_per_token == full.forward_per_token == adapted.backward_per_token
+    decoder, both = (
+        model_flops(hf, LoraConfig(rank=4, target_modules=targets))
+        for targets in (("linear_proj",), ("linear_proj", "eh_proj"))
+    )
+    assert both == decoder and decoder.forward_per_token > full.forward_per_token
+
+
 def test_counts_active_experts_and_scalar_head() -> None:
     hf = TINY.HF["qwen3_moe"]
     top2, top3 = (model_flops({**hf, "num_experts_per_tok": n}).forward_per_token for n in (2, 3))

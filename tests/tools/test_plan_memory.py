@@ -204,6 +204,8 @@ def test_reports_that_nothing_fits(tool: Tool) -> None:
         (["--gpus", "8", "--tokens", "0"], "--tokens: must be from 1 to"),
         (["--measure"], "--measure would build"),
         (["--measure", "--layout", "world=1", "world=2"], "--measure builds one layout"),
+        (["--measure", "--frozen", "reference=qwen3-30b-a3b"], "--measure builds trained models only; remove --frozen"),
+        (["--measure", "--algorithm", "distill"], "--measure builds trained models only; remove --frozen and --algor"),
     ],
 )
 def test_invalid_options_print_one_line(tool: Tool, arguments: list[str], message: str) -> None:
