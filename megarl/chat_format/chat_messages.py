@@ -15,7 +15,7 @@ from typing import Any
 
 from megarl.config import ConfigError
 from megarl.data.columns import ROLES, content_text
-from megarl.types import PLACEHOLDER, Message
+from megarl.types import IMAGE_PLACEHOLDER, Message
 from megarl.utils.text import replace_surrogates
 
 _CONTROL_CHARS = "<>[]|{}｜"  # an added token with one of these counts as a control token, even if not declared special
@@ -252,7 +252,7 @@ RenderMessages = Callable[[Sequence[Message]], str]
 
 def _make_dummy(message: Message) -> Message:
     """Return a tool result of one digit, with the images of `message`."""
-    return {**_DUMMY_RESULT, "content": "0" + PLACEHOLDER * str(message["content"]).count(PLACEHOLDER)}
+    return {**_DUMMY_RESULT, "content": "0" + IMAGE_PLACEHOLDER * str(message["content"]).count(IMAGE_PLACEHOLDER)}
 
 
 class EscapedEncoder:

@@ -306,7 +306,7 @@ class ChatTemplate:
                 client
             last: the token that ended the policy's turn. If it differs from the template's end token before such
                 messages, as after a truncated turn, the template's token comes first. By default they are equal.
-            images: those of the messages, whose text has `PLACEHOLDER` for each
+            images: those of the messages, whose text has `IMAGE_PLACEHOLDER` for each
 
         Raises:
             ConfigError: if the template does not support a message's role, which the error names, or a message is not

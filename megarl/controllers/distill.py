@@ -41,7 +41,7 @@ from megarl.controllers.mini_batches import MetricMeans
 from megarl.controllers.policy_gradient import Experience, PolicyUpdateController, policy_loss, policy_loss_columns
 from megarl.parallel.placement import BUILTIN_ROLES, role_settings
 from megarl.types import (
-    PLACEHOLDER,
+    IMAGE_PLACEHOLDER,
     Image,
     ModelOutput,
     Prompt,
@@ -347,7 +347,7 @@ def fill_prompt(prompt: Prompt, template: str, key: str) -> Prompt:
         raise ConfigError(
             f"{key}: prompt {prompt.id} has no column {error.args[0]!r}; it has {', '.join(sorted(columns))}"
         ) from None
-    if text.count(PLACEHOLDER) != str(columns["prompt"]).count(PLACEHOLDER) and prompt.images:
+    if text.count(IMAGE_PLACEHOLDER) != str(columns["prompt"]).count(IMAGE_PLACEHOLDER) and prompt.images:
         raise ConfigError(
             f"{key}: prompt {prompt.id} has images, which the teacher reads, too; let the template have {{prompt}} once"
         )
@@ -365,7 +365,7 @@ def fill_first_turn(chat: ChatTemplate, rollout: Rollout, template: str, key: st
     shown: list[Image] = []
     for message in messages[: last + 1]:  # in the order of the text, so that no message is found in another one
         words = str(message.get("content") or "").strip()
-        num_images = words.count(PLACEHOLDER) if images else 0
+        num_images = words.count(IMAGE_PLACEHOLDER) if images else 0
         shown, images = images[:num_images], images[num_images:]
         if shown:
             words = chat.image_format.insert(words, shown, key)

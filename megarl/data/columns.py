@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import ConfigError
-from megarl.types import PLACEHOLDER, Message
+from megarl.types import IMAGE_PLACEHOLDER, Message
 from megarl.utils.text import replace_surrogates
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -27,8 +27,8 @@ def parse_chat_messages(
     A message has a role and a content: text, or a list of text parts, which are joined. Only an assistant message with
     tool calls may lack content.
 
-    images: gets the files of image parts, in order, which `PLACEHOLDER` replaces in the text, and None for a part that
-        stands for an image of the column `images`, as in TRL; None rejects such parts.
+    images: gets the files of image parts, in order, which `IMAGE_PLACEHOLDER` replaces in the text, and None for a part
+        that stands for an image of the column `images`, as in TRL; None rejects such parts.
     """
     if isinstance(value, str):
         if not value.strip() and role == "user":
@@ -85,7 +85,7 @@ def content_text(parts: list[Any], location: str, images: list[bytes | None] | N
     for part in parts:
         if images is not None and (is_image_part(part) or _is_bare_image_part(part)):
             images.append(read_image(part, location) if is_image_part(part) else None)
-            texts.append(PLACEHOLDER)
+            texts.append(IMAGE_PLACEHOLDER)
             continue
         kind = part.get("type") if isinstance(part, dict) else None
         text = part["text"] if kind == "text" and isinstance(part.get("text"), str) else part
@@ -263,16 +263,18 @@ def join_images(
     num_placeholders = sum(count_placeholders(message) for message in messages)
     if num_placeholders != len(images):
         raise ConfigError(
-            f"{location}: there are {len(images)} images, but {PLACEHOLDER} occurs {num_placeholders} times in the "
-            "messages"
+            f"{location}: there are {len(images)} images, but {IMAGE_PLACEHOLDER} occurs {num_placeholders} times in "
+            "the messages"
         )
     if any(message["role"] == "assistant" and count_placeholders(message) for message in messages):
-        raise ConfigError(f"{location}: the assistant's words hold {PLACEHOLDER}, but the policy writes text alone")
+        raise ConfigError(
+            f"{location}: the assistant's words hold {IMAGE_PLACEHOLDER}, but the policy writes text alone"
+        )
     return images
 
 
 def count_placeholders(message: Message) -> int:
-    return str(message.get("content") or "").count(PLACEHOLDER)
+    return str(message.get("content") or "").count(IMAGE_PLACEHOLDER)
 
 
 def check_media(row: dict[str, Any], location: str) -> None:

@@ -37,7 +37,7 @@ from megarl.data.columns import (
 from megarl.data.images import ImageFormat
 from megarl.data.loader import NESTED_COLUMNS, read_key
 from megarl.data.table import LazySequence, Table, read_rows
-from megarl.types import PLACEHOLDER, Image, Message, Prompt, Rollout, Turn, as_token_ids
+from megarl.types import IMAGE_PLACEHOLDER, Image, Message, Prompt, Rollout, Turn, as_token_ids
 from megarl.types.arrays import no_ids
 from megarl.types.requirements import ItemKind
 
@@ -325,7 +325,7 @@ def _tokenize(
         observed = render_new(index, True)
         known += observed
         if images is not None and files:
-            count = observed.count(PLACEHOLDER)
+            count = observed.count(IMAGE_PLACEHOLDER)
             observed = images.insert(observed, files[:count], location)
             ids = tokenizer.encode(observed, add_special_tokens=False)
             turns.append(Turn(ids, images=images.place(ids, files[:count], location)))

@@ -20,7 +20,7 @@ import torch
 from megarl.config import ConfigError
 from megarl.config.strict import read_json
 from megarl.types import Ids
-from megarl.types.image_tokens import PLACEHOLDER, Grid, Image
+from megarl.types.image_tokens import IMAGE_PLACEHOLDER, Grid, Image
 
 PROCESSOR_FILE = "preprocessor_config.json"
 _CACHED_IMAGES = 16  # samples of a group, and the passes of a step, read the same images
@@ -88,11 +88,12 @@ class ImageFormat:
         self._start, self._token, self._end, self.token_id, self.processor = start, token, end, token_id, processor
 
     def insert(self, text: str, images: Sequence[Image], subject: str) -> str:
-        """Replace each `PLACEHOLDER` of a rendered text by the tokens of an image. Raises ConfigError."""
-        parts = text.split(PLACEHOLDER)
+        """Replace each `IMAGE_PLACEHOLDER` of a rendered text by the tokens of an image. Raises ConfigError."""
+        parts = text.split(IMAGE_PLACEHOLDER)
         if len(parts) != len(images) + 1:
             raise ConfigError(
-                f"{subject} has {len(images)} images, but the chat template writes {PLACEHOLDER} {len(parts) - 1} times"
+                f"{subject} has {len(images)} images, but the chat template writes {IMAGE_PLACEHOLDER} "
+                f"{len(parts) - 1} times"
             )
         result = parts[0]
         for image, part in zip(images, parts[1:], strict=True):

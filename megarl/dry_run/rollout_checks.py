@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from megarl.config import Config, ConfigError, RolloutConfig
 from megarl.config.keys import max_pending_groups
-from megarl.parallel.placement import engine_ranks, has_model, placement_of, role_settings, split_role
-from megarl.parallel.policy_configs import policy_config
+from megarl.parallel.placement import engine_ranks, has_model, placement_of, split_role
+from megarl.parallel.policy_configs import engine_key, policy_config
 from megarl.types.requirements import Requirements
 
 
@@ -20,7 +20,7 @@ def check_asynchronous(config: Config, declared: Requirements, warnings: list[st
         if not rollout.asynchronous:
             continue
         key, sync_key, staleness_key = (
-            _engine_key(config, engine_role, name) for name in ("asynchronous", "on_weight_sync", "max_staleness")
+            engine_key(config, engine_role, name) for name in ("asynchronous", "on_weight_sync", "max_staleness")
         )
         if not declared.trained_roles:
             raise ConfigError(
@@ -48,11 +48,6 @@ def rollout_settings(config: Config, roles: Iterable[str]) -> dict[str, RolloutC
     return {role: policy_config(config, role).rollout for role in roles if split_role(role)[0] == "rollout"}
 
 
-def _engine_key(config: Config, role: str, name: str) -> str:
-    """Return the key that sets `rollout.NAME` of a role's engines, which may be the first policy's."""
-    return f"roles.{role}.rollout.{name}" if name in role_settings(config, role).rollout else f"rollout.{name}"
-
-
 def _warn_once(warnings: list[str], text: str) -> None:
     """Append a warning, unless another policy with the same settings has it."""
     if text not in warnings:
@@ -66,8 +61,8 @@ def check_oversampling(config: Config, declared: Requirements, warnings: list[st
     for role, rollout in rollout_settings(config, declared.roles).items():
         if rollout.oversample == 1:
             continue
-        oversample = f"{_engine_key(config, role, 'oversample')}={rollout.oversample:g}"
-        max_staleness = f"{_engine_key(config, role, 'max_staleness')}={rollout.max_staleness}"
+        oversample = f"{engine_key(config, role, 'oversample')}={rollout.oversample:g}"
+        max_staleness = f"{engine_key(config, role, 'max_staleness')}={rollout.max_staleness}"
         if rollout.max_staleness == 0:
             _warn_once(
                 warnings,
@@ -90,7 +85,7 @@ def check_enough_prompts(count: int, config: Config) -> None:
         most = max_pending_groups(data.prompts_per_step, rollout.oversample)
         if rollout.oversample > 1 and count < most and not rollout.replay:
             raise ConfigError(
-                f"{_engine_key(config, role, 'oversample')}={rollout.oversample:g} with {data.prompts_per_step=} has "
+                f"{engine_key(config, role, 'oversample')}={rollout.oversample:g} with {data.prompts_per_step=} has "
                 f"{most} prompts in flight, but data.train has {count}; lower one of the first two"
             )
 

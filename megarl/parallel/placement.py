@@ -310,7 +310,9 @@ def _parse_role(text: str, role: str, placement: Collection[str], key: str) -> s
     name, num_prefixes = _COLOCATED.subn("", text, count=1)
     if num_prefixes and not name:
         return "" if role == "actor" else "actor"
-    if name in placement or name in BUILTIN_ROLES or split_role(name)[1]:
+    policy = split_role(name)[1]
+    is_placed_policy = bool(policy) and any(split_role(other)[1] == policy for other in placement)
+    if name in placement or name in BUILTIN_ROLES or is_placed_policy:
         return name
     if other := ROLES_BY_OTHER_NAME.get(name.lower()):
         raise ConfigError(f"{key}: here {name} is the role {other}; write placement.{role}={other}")

@@ -19,7 +19,7 @@ from megarl.environments.process_sessions import EnvironmentPool, EnvironmentSes
 from megarl.environments.protocol import SessionLost, ToolResult
 from megarl.rollout.partial_rollouts import PartialRollout, merge_turns
 from megarl.types import (
-    PLACEHOLDER,
+    IMAGE_PLACEHOLDER,
     Image,
     Message,
     RewardResult,
@@ -331,9 +331,9 @@ def _add_placeholders(messages: Sequence[Message], counts: Sequence[int]) -> lis
         return list(messages)
     result = []
     for number, message in enumerate(messages):
-        text = str(message["content"]).replace(PLACEHOLDER, "<image >")  # the tool's own words
+        text = str(message["content"]).replace(IMAGE_PLACEHOLDER, "<image >")  # the tool's own words
         count = counts[number] if number < len(counts) else 0
-        result.append({**message, "content": PLACEHOLDER * count + text})
+        result.append({**message, "content": IMAGE_PLACEHOLDER * count + text})
     return result
 
 

@@ -54,7 +54,7 @@ from megarl.types.arrays import Ids, Logprobs, SamplingMask, as_token_ids, no_lo
 from megarl.types.batch import TOKEN_COLUMNS, BatchSharding, Counts, ModelOutput, TokenLoss, TrainBatch, reads
 from megarl.types.comm import LOCAL, AllReduce, Comm, LocalComm, local_all_reduce
 from megarl.types.episodes import Branch, Episodes
-from megarl.types.image_tokens import PLACEHOLDER, Grid, Image, mrope_positions, pack_images, unpack_images
+from megarl.types.image_tokens import IMAGE_PLACEHOLDER, Grid, Image, mrope_positions, pack_images, unpack_images
 from megarl.types.reward_values import Reward, RewardFailure, RewardResult
 from megarl.types.rollouts import (
     ROLLOUT_STATS,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-PLACEHOLDER = "<image>"
+IMAGE_PLACEHOLDER = "<image>"
 """Stands for an image in the text of a message whose prompt or tool result has images, as in verl's data sets."""
 
 

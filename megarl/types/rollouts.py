@@ -53,7 +53,7 @@ class Prompt:
     tools: tuple[str, ...] = ()
     extra: dict[str, Any] = field(default_factory=dict)
     images: tuple[Image, ...] = ()
-    """Images of the messages, in order. The text of the messages has `image_tokens.PLACEHOLDER` for each."""
+    """Images of the messages, in order. The text of the messages has `image_tokens.IMAGE_PLACEHOLDER` for each."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", as_token_ids(self.token_ids))

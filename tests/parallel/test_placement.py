@@ -77,7 +77,8 @@ def test_roles_that_share_ranks_may_be_named_in_any_order() -> None:
     assert placement.ranks_of("rollout") == placement.ranks_of("actor") == (0, 1, 2, 3)
     other = Placement.parse({"judge": "critic_b", "actor_b": "2-3", "actor": "0-1"}, 4)
     assert other.ranks_of("judge") == other.ranks_of("critic_b") == other.ranks_of("reference_b") == (2, 3)
-    assert Placement.parse({"judge": "actor_b", "actor": "1"}, 4).ranks_of("judge") == (1,)
+    with pytest.raises(ConfigError, match="placement.judge"):  # of no policy that is placed
+        Placement.parse({"judge": "actor_x", "actor_b": "1"}, 4)
     assert Placement.parse({"actor": "colocated", "rollout": "colocated"}, 4).is_colocated
     with pytest.raises(ConfigError, match="placement: actor -> critic -> actor follow each other; name the ranks"):
         Placement.parse({"actor": "critic", "critic": "actor"}, 4)
