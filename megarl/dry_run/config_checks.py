@@ -440,16 +440,18 @@ def check_schedule(config: Config, declared: Requirements) -> None:
             "first or raise the second"
         )
     for role in ("actor", "critic", *(role for role in declared.trained_roles if split_role(role)[1])):
-        base, derived, own = split_role(role)[0], policy_config(config, role), role_settings(config, role).optimizer
+        base, derived, settings = split_role(role)[0], policy_config(config, role), role_settings(config, role)
         section, optimizer = {
             "actor": ("actor_optimizer", derived.actor_optimizer),
             "critic": ("critic.optimizer", derived.critic.optimizer),
         }[base]
         if optimizer.min_lr > optimizer.lr:
-            lowest, first = (f"roles.{role}.optimizer" if name in own else section for name in ("min_lr", "lr"))
+            min_lr_section, lr_section = (
+                f"roles.{role}.optimizer" if name in settings.optimizer else section for name in ("min_lr", "lr")
+            )
             raise ConfigError(
-                f"{lowest}.min_lr={optimizer.min_lr:g} is above {first}.lr={optimizer.lr:g}, its starting point; lower "
-                "the first or raise the second"
+                f"{min_lr_section}.min_lr={optimizer.min_lr:g} is above {lr_section}.lr={optimizer.lr:g}, its starting "
+                "point; lower the first or raise the second"
             )
 
 

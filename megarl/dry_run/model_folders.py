@@ -116,10 +116,10 @@ def check_same_tokenizer(config: Config, source: str, path: str, reason: str) ->
             return
         pairs = enumerate(zip_longest(merges, policy_merges))
         number, pair = next((number, pair) for number, pair in pairs if pair[0] != pair[1])
-        own, policys = ("missing" if merge is None else repr(" ".join(merge)) for merge in pair)
+        actual, expected = ("missing" if merge is None else repr(" ".join(merge)) for merge in pair)
         raise ConfigError(
             f"{source} has another tokenizer than model.path={config.model.path}: its tokens are equal, but merge "
-            f"{number} is {own}, the policy's {policys}; {reason}"
+            f"{number} is {actual}, the policy's {expected}; {reason}"
         )
     if not vocabulary and not policy_vocabulary:
         return

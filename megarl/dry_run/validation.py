@@ -253,8 +253,8 @@ def validate(
     if declared.trained_roles:
         does_divide = passes(checks.check_training_layout, hf, config)
         does_divide = does_divide and passes(checks.check_mtp, hf, config, declared)
-    has_own_layout = critic_hf is not hf or config.critic.parallel or "critic" in config.placement
-    if critic_hf is not None and (has_own_layout or (does_divide and config.lora.rank)):
+    has_separate_layout = critic_hf is not hf or config.critic.parallel or "critic" in config.placement
+    if critic_hf is not None and (has_separate_layout or (does_divide and config.lora.rank)):
         does_divide = passes(checks.check_role_layout, critic_hf, config, "critic") and does_divide
     for role, model in served.megatron_configs.items():
         if model is not hf or role_settings(config, role).parallel:

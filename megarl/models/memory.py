@@ -239,14 +239,14 @@ def plan_memory(
             if base != "actor":
                 continue
             name, engine_role = role.replace("_", " "), f"rollout_{policy}" if policy else "engine"
-            own_engine = other_engines.get(engine_role, {}) if policy else engine
-            weights, engine_weights = states.get(f"{name} weights", 0), own_engine.get(f"{engine_role} weights", 0)
+            policy_engine = other_engines.get(engine_role, {}) if policy else engine
+            weights, engine_weights = states.get(f"{name} weights", 0), policy_engine.get(f"{engine_role} weights", 0)
             bucket = policy_config(config, role).rollout.weight_sync_bucket_mb << 20
             if staged := sync_staging_bytes(bucket, weights, engine_weights):
                 syncs[role] = {f"{engine_role} weights": engine_weights, "reshard staging": staged}
             if weights and config.guards.ppo_kl:
-                kept = weights + states[f"{name} optimizer"]
-                host["last good policy"] = host.get("last good policy", 0) + kept
+                model_bytes = weights + states[f"{name} optimizer"]
+                host["last good policy"] = host.get("last good policy", 0) + model_bytes
         if requirements.has_rollout and requirements.trained_roles and config.train.offload and states:
             host["states, while generating"] = sum(states[name] for name in states if "gradients" not in name)
         if engine and takes_turns(config, requirements.roles, "rollout"):

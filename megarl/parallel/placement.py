@@ -91,8 +91,8 @@ def role_settings(config: Config, role: str) -> RoleConfig:
     """Return a role's settings. Raises ConfigError for invalid keys and for keys that belong to another section."""
     settings: RoleConfig = strict.build_dataclass(RoleConfig, config.roles.get(role, {}), f"roles.{role}.", root=Config)
     base, policy = split_role(role)
-    own_keys = BUILTIN_ROLES.get(role, ()) if base in ("actor", "critic") or not policy else ("", "")
-    for name, key in zip(("model", "parallel"), own_keys, strict=False):
+    usual_keys = BUILTIN_ROLES.get(role, ()) if base in ("actor", "critic") or not policy else ("", "")
+    for name, key in zip(("model", "parallel"), usual_keys, strict=False):
         if getattr(settings, name) and key != f"roles.{role}.{name}":
             actor = f"actor_{policy}; set roles.actor_{policy}.{name}" if policy else "actor; remove it"
             location = f"is {key}; set that" if key else f"is that of the {actor}"
