@@ -103,10 +103,11 @@ def test_tensorboard_recovers_from_a_full_disk(tmp_path: Path, capfd: pytest.Cap
 
 
 def test_wandb_resumes_offline(tmp_path: Path) -> None:
-    pytest.importorskip("wandb")
+    wandb = pytest.importorskip("wandb")
     folder = tmp_path / "run"
     log_run(folder, "wandb")
     log_run(folder, "wandb", first=2, last=3)  # step 2 is repeated
+    wandb.teardown()  # as at the exit of the process: `finish` does not wait until W&B's process has written the file
     runs = sorted((folder / "wandb").glob("offline-run-*"))
     assert len(runs) == 2 and len({next(run.glob("*.wandb")).name for run in runs}) == 1, "of one run"
     result = [read_history(run) for run in runs]
