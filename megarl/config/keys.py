@@ -371,6 +371,8 @@ class RolloutConfig:
     were generated; keys that concern engines alone (`rollout.asynchronous`, `rollout.oversample` ...) then have no
     effect. `RUN@7` starts with the rollouts of step 7. With several policies, each replays its own
     recording."""
+    engine: str = "sglang"
+    """Engine that generates: `sglang`, or a fork's own as `module:name`, see `megarl/engine/README.md`."""
     sglang: dict[str, Any] = field(default_factory=dict)
     """Further fields of SGLang's ServerArgs, by SGLang's names."""
 

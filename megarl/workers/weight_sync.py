@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 
 from megarl.config import Config, ConfigError
-from megarl.engine.engine_protocol import EngineError
-from megarl.engine.sglang_engine import Engine, GatherPayloads, allocate
+from megarl.engine.engine_backends import engine_backend
+from megarl.engine.engine_protocol import Engine, EngineError, GatherPayloads
 from megarl.engine.weight_sender import WeightSender
 from megarl.models.layout_algebra import HFConfig, Param
 from megarl.models.registry import family_of, num_trained_mtp
+from megarl.parallel import device
 from megarl.parallel.ranks import Job, all_gather_objects, host_group, new_host_group
-from megarl.reshard.plan.from_config import build_plan, engine_layout
+from megarl.reshard.plan.from_config import build_plan
 from megarl.reshard.plan.layout import (
     find_digest_mismatch,
     find_engine_problems,
@@ -58,7 +59,8 @@ class WeightSync:
         rows = family.params(hf, 1, mtp=num_trained_mtp(hf, config) > 0)
         self.params: list[Param] = [part for row in rows for part in row.by_slot()]
         self.train_ranks, self.engine_ranks = train_ranks, engine_ranks
-        self.plan = build_plan(hf, config, engine_layout(config), train_ranks, engine_ranks)
+        self.backend = engine_backend(config)
+        self.plan = build_plan(hf, config, self.backend.layout(hf, config), train_ranks, engine_ranks)
         self.member_ranks = self.plan.rank_map.participants
         """Training and engine ranks, ascending."""
         self.group = (
@@ -139,7 +141,8 @@ class WeightSync:
         self, local: Mapping[str, torch.Tensor], sender: WeightSender, version: int, compare: bool = False
     ) -> None:
         if self.executor is None:
-            self.executor = Executor(self.plan, self.job.rank, self.config.rollout.verify_weights_every, allocate)
+            verify_every = self.config.rollout.verify_weights_every
+            self.executor = Executor(self.plan, self.job.rank, verify_every, device.allocate_shared)
 
         def share(buckets: Sequence[torch.Tensor]) -> None:
             sender.open(buckets, self.plan.engine.draft)
@@ -154,7 +157,7 @@ class WeightSync:
         sender.close()
 
     def _make_sender(self) -> WeightSender:
-        return WeightSender(self.engine, self.collect, self.config.rollout.hang_timeout)
+        return WeightSender(self.backend, self.engine, self.collect, self.config.rollout.hang_timeout)
 
     @property
     def is_verified(self) -> bool:
@@ -220,7 +223,7 @@ class WeightSync:
         has_shared_experts = any(param.slot and is_shared_expert(param.slot.name) for param in self.params)
         fuses = has_shared_experts and not any(map(is_shared_expert, tensors[False]))
         if fuses:
-            layout = replace(layout, fuse_shared=True)  # SGLang's decision, the same on all ranks
+            layout = replace(layout, fuse_shared=True)  # the engine's decision, the same on all ranks
         assert self.engine_rank is not None
         position, wire = self.engine_rank % layout.tp, self.plan.assignment.wire
         problems = find_layout_problems(odd_tensors)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config import ConfigError, foreign_dataclasses, server_args
-from megarl.reshard.plan import engine_settings
+from megarl.config import ConfigError, foreign_dataclasses
+from megarl.engine.sglang import engine_settings, server_args
 
 pytestmark = [pytest.mark.alone, pytest.mark.slow]
 
@@ -166,5 +166,5 @@ def render_table() -> str:
 
 def test_readme_has_the_table() -> None:
     text = (ROOT / "megarl/reshard/README.md").read_text()
-    begin, end = "<!-- runners: megarl/reshard/plan/engine_settings.py -->\n", "\n<!-- /runners -->"
+    begin, end = "<!-- runners: megarl/engine/sglang/engine_settings.py -->\n", "\n<!-- /runners -->"
     assert text[text.index(begin) + len(begin) : text.index(end)] == render_table()
