@@ -14,6 +14,7 @@ whose weight layout differs from what their shapes show, see `LoaderHooks`.
  "slices": [[name, index, r0, r1, c0, c1, offset, hash_offset], ...]} -> {"wrong": [names]}: see `_write`.
 {"do": "compare", ...} as for write -> {"differ": [names]}: writes nothing; lists tensors whose bits do not match the
 hash.
+{"do": "read", "tensor_dtype": ..., "slices": ...} -> {}: copies the slices from the tensors to the bucket.
 {"do": "session", "socket": path} -> {"orders": n}: serve further orders from a socket until the trainer hangs up, see
 `WeightChannel`. Each order names its "bucket" and says whether it is for the "draft" model.
 {"do": "join"} -> {}: this model, a draft model, takes part in the next session.
@@ -37,7 +38,7 @@ from megarl.engine.engine_protocol import EngineError
 from megarl.models.layout_algebra import matrix_shape
 from megarl.parallel import device, shared_memory
 from megarl.processes.temp_folders import TempFolder
-from megarl.reshard.run.copies import device_hashes, unpack
+from megarl.reshard.run.copies import device_hashes, pack, unpack
 
 _LENGTH = struct.Struct("<q")
 _POLL_S = 0.2
@@ -255,9 +256,12 @@ def _run_order(
             tensors = writable_tensors(model)
             dtypes_and_shapes = {name: [_dtype(tensor), list(tensor.shape)] for name, tensor in tensors.items()}
             return {"tensors": dtypes_and_shapes, "odd": hooks.find_oddities(model)}
-        case "write" | "compare" as action:
+        case "write" | "compare" | "read" as action:
             if bucket is None:
                 raise ValueError(f"a request to {action} needs a bucket")
+            if action == "read":
+                _read(_get_tensors(model, order.get("sync_id")), order, bucket)
+                return {}
             if action == "compare":
                 return {"differ": _write(writable_tensors(model), order, bucket, writes=False)}
             return {"wrong": _write(_get_tensors(model, order.get("sync_id")), order, bucket)}
@@ -303,6 +307,19 @@ class _WriteTarget(NamedTuple):
     offset: int  # bytes into the bucket
     hash: torch.Tensor | None  # [1] int64, expected hash of the target after all writes
 
+    @property
+    def has_rows(self) -> bool:
+        """False if the engine stores this tensor transposed."""
+        return self.target.shape[1] == 1 or self.target.stride(1) == 1
+
+
+def _read(tensors: dict[str, torch.Tensor], order: dict[str, Any], bucket: torch.Tensor) -> None:
+    """Copy slices from the model's tensors to the bucket, where `_write` would take them from."""
+    boxes = _resolve_targets(tensors, order, bucket)
+    pack([(box.target, box.offset) for box in boxes if box.has_rows], bucket)
+    for box in (box for box in boxes if not box.has_rows):
+        _view_bucket(bucket, box.offset, box.target.numel(), box.target.dtype).view(box.target.shape).copy_(box.target)
+
 
 def _write(
     tensors: dict[str, torch.Tensor], order: dict[str, Any], bucket: torch.Tensor, writes: bool = True
@@ -317,17 +334,13 @@ def _write(
     states the dtype of each written name, so that bytes are never misinterpreted. If `hash_offset` is not -1, the
     bucket has there the hash (int64) that the box must have once everything is written, read back from the tensor.
     """
-    for name, dtype in order["tensor_dtype"].items():
-        if name in tensors and _dtype(tensors[name]) != dtype:
-            raise ValueError(f"{name} is {_dtype(tensors[name])} in the engine, not {dtype}")
-    # Validate all boxes before writing any.
-    boxes = [_resolve_target(tensors, order["tensor_dtype"], bucket, entry) for entry in order["slices"]]
+    boxes = _resolve_targets(tensors, order, bucket)
     if writes:
         dense: list[tuple[torch.Tensor, int]] = []
         for box in boxes:
-            if box.target.shape[1] == 1 or box.target.stride(1) == 1:
+            if box.has_rows:
                 dense.append((box.target, box.offset))
-            else:  # the engine stores this tensor transposed
+            else:
                 source = _view_bucket(bucket, box.offset, box.target.numel(), box.target.dtype)
                 box.target.copy_(source.view(box.target.shape))
         unpack(bucket, dense)
@@ -337,6 +350,16 @@ def _write(
     hashes = device_hashes([box.target for box, _ in checked])
     matches = (hashes == torch.cat([value for _, value in checked])).tolist()  # the only device sync
     return list(dict.fromkeys(box.name for (box, _), is_equal in zip(checked, matches, strict=True) if not is_equal))
+
+
+def _resolve_targets(
+    tensors: dict[str, torch.Tensor], order: dict[str, Any], bucket: torch.Tensor
+) -> list[_WriteTarget]:
+    """Return the views of all slices of an order. Raises ValueError if one does not fit."""
+    for name, dtype in order["tensor_dtype"].items():
+        if name in tensors and _dtype(tensors[name]) != dtype:
+            raise ValueError(f"{name} is {_dtype(tensors[name])} in the engine, not {dtype}")
+    return [_resolve_target(tensors, order["tensor_dtype"], bucket, entry) for entry in order["slices"]]
 
 
 def _resolve_target(
