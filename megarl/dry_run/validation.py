@@ -505,6 +505,7 @@ def _describe_weight_sync(hf: HFConfig, config: Config, ranks_per_node: int) -> 
         ("weights are sent as", WIRE_FORMATS[plan.assignment.wire]),
         (f"{receiver} receives", f"{format_bytes(int(received))} on average{network}"),
         ("rounds", f"{plan.rounds}, staging at most 2 x {config.rollout.weight_sync_bucket_mb} MiB"),
+        *([("between nodes", "changes alone, after the first")] if config.rollout.sync_changes_only else []),
     ]
 
 

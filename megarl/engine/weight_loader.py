@@ -213,11 +213,12 @@ def _session(model: torch.nn.Module, path: str, buckets: Sequence[torch.Tensor],
     def execute(order: dict[str, Any]) -> dict[str, Any]:
         try:
             answer: dict[str, Any] = {}
-            for target in drafts if order["draft"] else [model]:
+            targets = drafts if order["draft"] else [model]
+            if not targets:
+                raise ValueError("no draft model has joined the session")
+            for target in targets:
                 for key, names in _run_order(target, order, buckets[order["bucket"]], hooks).items():
                     answer[key] = [*answer.get(key, []), *names]
-            if not answer:
-                raise ValueError("no draft model has joined the session")
             device.synchronize(buckets[0], whole=True)  # the engine may use other CUDA streams
             return answer
         except Exception as error:

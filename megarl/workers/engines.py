@@ -79,7 +79,7 @@ class Engines:
                 self.config,
                 self.engine_index,
                 label=label,
-                keeps_weights=self.takes_turns,
+                keeps_weights=self.takes_turns or self.config.rollout.sync_changes_only,
                 first_device=self.job.local_rank,
                 nnodes=-(-tp // ranks_per_node),
                 node_rank=self._position // ranks_per_node,
@@ -114,6 +114,14 @@ class Engines:
     def is_verified(self) -> bool:
         """True if the last weight sync was fully verified."""
         return self.weight_sync is not None and self.weight_sync.is_verified
+
+    def sync_metrics(self) -> dict[str, float]:
+        """Return the traffic between nodes of the last weight sync, if it sends changes only. Not collective."""
+        sync = self.weight_sync
+        if sync is None or not sync.whole_bytes:
+            return {}
+        sent, whole = sync.sent_bytes, sync.whole_bytes
+        return {"weight_sync/network_gb": sent / 1e9, "weight_sync/sent_frac": sent / whole}
 
     @property
     def phase_owner(self) -> str:

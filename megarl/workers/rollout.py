@@ -427,6 +427,7 @@ class RolloutWorker(Worker):
             | self._stream.metrics
             | self._agent_metrics.metrics
             | self._tool_monitor.metrics
+            | self.engines.sync_metrics()
             | recovery_metrics
         )
 

@@ -73,6 +73,9 @@ class WeightSync:
         """Syncs since `verify_next`; counted on all ranks, including non-members."""
         self.is_checked = False
         """True once the engines' tensors have been compared with the plan."""
+        self.sent_bytes, self.whole_bytes = 0, 0
+        """Bytes that all ranks sent between nodes in the last weight sync, and would have sent with whole messages.
+        Counted with `rollout.sync_changes_only`."""
         if self.is_member:
             ranks_per_node, bucket = config.parallel.ranks_per_node, self.plan.bucket_bytes
             digest = plan_digest(dict(hf), self.plan.train, self.plan.engine, ranks_per_node, bucket)
@@ -130,7 +133,20 @@ class WeightSync:
         if problems := problems + end_problems:
             raise ConfigError(f"{where}: {problems[0]}")
         self.is_checked = self.is_checked or succeeded
-        return not (lost or lost_at_end)
+        is_complete = not (lost or lost_at_end)
+        if self.config.rollout.sync_changes_only and self.executor is not None:
+            self._keep_base(local, version if is_complete else None)
+        return is_complete
+
+    def _keep_base(self, local: Mapping[str, torch.Tensor], version: int | None) -> None:
+        """Keep what the next weight sync sends the changes from; nothing if not all engines have the last version."""
+        assert self.executor is not None
+        if version is None:
+            self.executor.drop_base()
+        else:
+            self.executor.keep_base(local, version)
+        counts = self._gather((self.executor.sent_bytes, self.executor.whole_bytes))
+        self.sent_bytes, self.whole_bytes = (sum(column) for column in zip(*counts, strict=True))
 
     def _send(self, local: Mapping[str, torch.Tensor], sender: WeightSender, version: int) -> None:
         self._run_executor(local, sender, version)
@@ -185,6 +201,7 @@ class WeightSync:
         self.num_syncs = 0
         if self.executor is not None:
             self.executor.num_syncs = 0
+            self.executor.drop_base()
 
     @property
     def _draft_flags(self) -> tuple[bool, ...]:
