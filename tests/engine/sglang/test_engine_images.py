@@ -22,7 +22,7 @@ from megarl.engine.sglang.sglang_client import SGLangClient
 from megarl.reshard.plan.layout import EngineLayout
 from megarl.types import Image
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "megatron"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "megatron"))
 
 import images  # noqa: E402
 

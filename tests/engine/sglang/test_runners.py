@@ -16,7 +16,7 @@ from megarl.engine.sglang import engine_settings, server_args
 
 pytestmark = [pytest.mark.alone, pytest.mark.slow]
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CHOICES = foreign_dataclasses.parse_constants(
     ast.parse((server_args.sglang_folder() / "arg_groups/choices.py").read_text())
 )

@@ -252,7 +252,7 @@ def test_routing_by_turns_equals_routing_of_one_pass(qwen3_moe: RunningEngine) -
 
 
 def test_rollouts_that_slept_equal_uninterrupted_ones(qwen3_moe: RunningEngine) -> None:
-    """Sleep twice within a turn, and drop the cache each time."""
+    """Sleep within a turn until the engine has gone on twice, and drop the cache each time."""
     engine = qwen3_moe.engine
     config = replace(qwen3_moe.config.rollout, max_new_tokens=400, max_turns=1, temperature=0.0)
     chat = ChatTemplate.load(str(qwen3_moe.folder))
@@ -263,15 +263,17 @@ def test_rollouts_that_slept_equal_uninterrupted_ones(qwen3_moe: RunningEngine) 
     runner.start_stream(GroupQueue(UNLIMITED), samples=1, max_groups=4, version=engine.weight_version)
     runner.admit([AdmittedPrompt(prompt, 1, index) for index, prompt in enumerate(prompts)])
     lengths = [0]
-    for _ in range(2):
-        time.sleep(0.4)
+    while len(lengths) < 3:
+        time.sleep(0.1)
         runner.sleep("retract")
         engine._call("/flush_cache")
-        lengths.append(sum(partial.num_turn_tokens for (partial,) in runner.snapshot() if partial.status is None))
+        partials = [partial for (partial,) in runner.snapshot() if partial.status is None]
+        assert len(partials) == 4, "a turn ended before the engine slept twice"
+        lengths += {sum(partial.num_turn_tokens for partial in partials)} - {lengths[-1]}
         runner.wake()
     out = runner.collect(4, 0).result()
     runner.close()
-    assert 0 < lengths[1] < lengths[2] and out is not None
+    assert 0 < lengths[1] < lengths[2] and out is not None, lengths
     assert sorted(rollout.group for rollout in out.rollouts) == [0, 1, 2, 3]
     for rollout in out.rollouts:
         reference = full[rollout.prompt.id]
@@ -385,7 +387,7 @@ def rank_with_engine(model: Path, run: Path, host: str) -> Iterator[subprocess.P
             sys.executable,
             "-W",
             "ignore",
-            str(Path(__file__).parents[1] / "helpers/hold_engine.py"),
+            str(Path(__file__).parents[2] / "helpers/hold_engine.py"),
             str(model),
             str(run),
         ],
