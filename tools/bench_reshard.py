@@ -153,12 +153,12 @@ class Changes(Reshard):
         self.is_original = True
 
     def __call__(self) -> None:
-        if self.executor.base_version is not None:
+        if self.executor.has_base:
             self.is_original = not self.is_original
             for name, mask in self.changed.items():
                 self.case.local[name][mask] *= -1
         super().__call__()
-        self.executor.keep_base(self.case.local, version=1)
+        self.executor.keep_base(self.case.local)
 
     def find_wrong(self) -> list[str]:
         if not self.is_original:

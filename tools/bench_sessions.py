@@ -146,7 +146,7 @@ async def run_server(
 @dataclass(frozen=True)
 class Direct:
     """Settings for clients that query the engine themselves. engine: url, api_key, timeout, routing and version of a
-    `Client`."""
+    `EngineClient`."""
 
     engine: tuple[Any, ...]
     session_prompts: list[Prompt]

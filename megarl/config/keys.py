@@ -368,8 +368,8 @@ class RolloutConfig:
     sync_changes_only: bool = False
     """Between nodes, weight syncs send only the 16-bit words that have changed since the last sync; the engines get the
     same bits. Pays where the network is slow and most weights keep their bits: BF16 with a small learning rate. Each
-    rank keeps a copy of its shards in host memory, and engines that sleep keep their weights there. The first sync, and
-    the first after the restart of an engine, send everything."""
+    rank keeps a copy of the shards that it sends in host memory, and engines that sleep keep their weights there. The
+    first sync, and the first after the restart of an engine, send everything."""
     replay: PathStr = ""
     """Run folder whose recorded rollouts are used instead of generating: for training without engines, debugging and
     exact repeats. Each generation of a step gets the rollouts of the same generation of the recorded step, however they

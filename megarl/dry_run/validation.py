@@ -52,7 +52,7 @@ from megarl.parallel.placement import (
     role_settings,
     split_role,
 )
-from megarl.parallel.policy_configs import check_change, list_engine_roles, policy_config, takes_turns
+from megarl.parallel.policy_configs import check_change, list_engine_roles, policy_config, syncs_changes, takes_turns
 from megarl.rewards.functions import load_functions
 from megarl.rewards.reward_settings import check_reward
 from megarl.sandbox.box import check_backend, probe, to_environment
@@ -274,7 +274,8 @@ def validate(
             except ConfigError as error:  # plans are also made on other machines
                 warnings.append(f"the run would be rejected: {error}")
         else:
-            passes(engine_backend(config).check_platform, config)
+            for role in list_engine_roles(config, declared.roles):
+                passes(_check_platform, config, role)
         does_divide = does_divide and passes(engine_backend(config).layout, hf, config)
         does_divide = does_divide and (not declared.trained_roles or passes(plan_from_config, hf, config))
     elif declared.has_rollout:
@@ -313,6 +314,11 @@ def validate(
     (label, memory), *other_plans = plans.items()
     facts = _facts(hf, critic_hf, served, config, declared)
     return Report(errors, warnings, facts, memory, label if other_plans else "", dict(other_plans))
+
+
+def _check_platform(config: Config, role: str) -> None:
+    derived = policy_config(config, role)
+    engine_backend(derived).check_platform(derived)
 
 
 def check_step(hf: HFConfig, config: Config, declared: Requirements) -> None:
@@ -500,12 +506,13 @@ def _describe_weight_sync(hf: HFConfig, config: Config, ranks_per_node: int) -> 
     is_remote = transfers.src // ranks_per_node != transfers.dst // ranks_per_node
     received, over_network = transfers.nbytes.sum() / engines, transfers.nbytes[is_remote].sum() / engines
     network = f", {format_bytes(int(over_network))} of it over the network" if plan.world > ranks_per_node else ""
+    num_buckets = 4 if syncs_changes(config) else 2
     receiver = "each rank" if plan.rank_map.is_colocated else "each rank of an engine"
     return [
         ("weights are sent as", WIRE_FORMATS[plan.assignment.wire]),
         (f"{receiver} receives", f"{format_bytes(int(received))} on average{network}"),
-        ("rounds", f"{plan.rounds}, staging at most 2 x {config.rollout.weight_sync_bucket_mb} MiB"),
-        *([("between nodes", "changes alone, after the first")] if config.rollout.sync_changes_only else []),
+        ("rounds", f"{plan.rounds}, staging at most {num_buckets} x {config.rollout.weight_sync_bucket_mb} MiB"),
+        *([("between nodes", "changes alone, after the first")] if syncs_changes(config) else []),
     ]
 
 

@@ -93,7 +93,12 @@ def _load(name: str) -> EngineBackend:
     target = BACKENDS.get(name, name)
     if ":" not in target:
         raise ConfigError(f"rollout.engine={name}: no such engine; set it to {', '.join(BACKENDS)}, or to module:name")
-    return cast(EngineBackend, plugins.load(target, "rollout.engine")())
+    try:
+        return cast(EngineBackend, plugins.load(target, "rollout.engine")())
+    except ConfigError:
+        raise
+    except Exception as error:  # the fork's constructor
+        raise ConfigError(f"rollout.engine={name}: {plugins.format_error(error)}") from error
 
 
 def plan_from_config(hf: HFConfig, config: Config) -> ReshardPlan:

@@ -108,9 +108,12 @@ def _fork(target: Callable[[], None]) -> int:
 
 def _remove_engine_files(folder: Path) -> None:
     """Remove a dead engine's folder, and the files that its server has listed in `LEFTOVERS`."""
+    leftovers = []
     with contextlib.suppress(OSError):
-        for path in (folder / LEFTOVERS).read_text().splitlines():
-            Path(path).unlink(missing_ok=True)
+        leftovers = os.fsdecode((folder / LEFTOVERS).read_bytes()).splitlines()
+    for path in leftovers:
+        with contextlib.suppress(OSError):
+            Path(path).unlink()
     shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -40,7 +40,12 @@ from megarl.models.lora_tables import adapter_params
 from megarl.models.pipeline_stages import stage_layers
 from megarl.models.registry import family_of, num_trained_mtp
 from megarl.parallel.placement import has_separate_reference, placement_of, role_config, split_role
-from megarl.parallel.policy_configs import list_engine_roles, policy_config, takes_turns
+from megarl.parallel.policy_configs import (
+    list_engine_roles,
+    policy_config,
+    sleeps_with_weights,
+    syncs_changes,
+)
 from megarl.types.requirements import Requirements
 
 REWARD_WEIGHTS = "reward model weights"
@@ -241,22 +246,22 @@ def plan_memory(
             name, engine_role = role.replace("_", " "), f"rollout_{policy}" if policy else "engine"
             policy_engine = other_engines.get(engine_role, {}) if policy else engine
             weights, engine_weights = states.get(f"{name} weights", 0), policy_engine.get(f"{engine_role} weights", 0)
-            rollout_settings = policy_config(config, role).rollout
-            if weights and rollout_settings.sync_changes_only:
+            policy_settings = policy_config(config, role)
+            sends_changes = syncs_changes(policy_settings)
+            if weights and sends_changes:
                 host["last synced weights"] = host.get("last synced weights", 0) + weights
-            bucket = rollout_settings.weight_sync_bucket_mb << 20
-            if staged := sync_staging_bytes(bucket, weights, engine_weights):
+            bucket = policy_settings.rollout.weight_sync_bucket_mb << 20
+            if staged := sync_staging_bytes(bucket, weights, engine_weights) * (1 + sends_changes):
                 syncs[role] = {f"{engine_role} weights": engine_weights, "reshard staging": staged}
             if weights and config.guards.ppo_kl:
                 model_bytes = weights + states[f"{name} optimizer"]
                 host["last good policy"] = host.get("last good policy", 0) + model_bytes
         if requirements.has_rollout and requirements.trained_roles and config.train.offload and states:
             host["states, while generating"] = sum(states[name] for name in states if "gradients" not in name)
-        is_kept = config.rollout.sync_changes_only and not config.rollout.asynchronous
-        if engine and (is_kept or takes_turns(config, requirements.roles, "rollout")):
+        if engine and sleeps_with_weights(config, requirements.roles, "rollout"):
             host["engine weights, asleep"] = engine["engine weights"]
         for role, parts in other_engines.items():
-            if takes_turns(config, requirements.roles, role):
+            if sleeps_with_weights(config, requirements.roles, role):
                 host[f"{role} weights, asleep"] = parts[f"{role} weights"]
         offloaded, weight_sync = requirements.has_rollout and config.train.offload, syncs.pop("actor", {})
         parts_by_phase = states, training, generation, weight_sync, host

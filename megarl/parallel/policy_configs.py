@@ -142,6 +142,21 @@ def list_engine_roles(config: Config, roles: Iterable[str]) -> tuple[str, ...]:
     )
 
 
+def sleeps_with_weights(config: Config, roles: Iterable[str], role: str) -> bool:
+    """Return whether the engines of a role sleep with a copy of their weights on the host."""
+    roles = tuple(roles)
+    if takes_turns(config, roles, role):
+        return True
+    own = policy_config(config, role)
+    return syncs_changes(own) and (not own.rollout.asynchronous or bool(find_shared_ranks(config, roles, role)))
+
+
+def syncs_changes(config: Config) -> bool:
+    """Return whether weight syncs send changes alone: there are other nodes to send to."""
+    parallel, rollout = config.parallel, config.rollout
+    return rollout.sync_changes_only and not rollout.replay and parallel.world_size > parallel.ranks_per_node
+
+
 def find_shared_ranks(config: Config, roles: Iterable[str], role: str) -> frozenset[int]:
     """Return the ranks of a role's engines that also have a model, or engines of another role."""
     placement = placement_of(config)

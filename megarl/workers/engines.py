@@ -18,6 +18,7 @@ from megarl.engine.engine_restart import EngineRestart
 from megarl.observe.clock import REMOTE
 from megarl.parallel import device, ranks
 from megarl.parallel.placement import engine_ranks, placement_of, role_parallel
+from megarl.parallel.policy_configs import syncs_changes
 from megarl.utils.addresses import free_port
 from megarl.workers.actor import ActorWorker
 from megarl.workers.context import Context, Worker
@@ -79,7 +80,7 @@ class Engines:
                 self.config,
                 self.engine_index,
                 label=label,
-                keeps_weights=self.takes_turns or self.config.rollout.sync_changes_only,
+                keeps_weights=self.takes_turns or syncs_changes(self.config),
                 first_device=self.job.local_rank,
                 nnodes=-(-tp // ranks_per_node),
                 node_rank=self._position // ranks_per_node,
@@ -116,11 +117,12 @@ class Engines:
         return self.weight_sync is not None and self.weight_sync.is_verified
 
     def sync_metrics(self) -> dict[str, float]:
-        """Return the traffic between nodes of the last weight sync, if it sends changes only. Not collective."""
+        """Return the traffic between nodes of the step's weight sync, if it sends changes only. Not collective."""
         sync = self.weight_sync
         if sync is None or not sync.whole_bytes:
             return {}
         sent, whole = sync.sent_bytes, sync.whole_bytes
+        sync.sent_bytes = sync.whole_bytes = 0
         return {"weight_sync/network_gb": sent / 1e9, "weight_sync/sent_frac": sent / whole}
 
     @property

@@ -16,6 +16,7 @@ from megarl.engine.weight_sender import WeightSender
 from megarl.models.layout_algebra import HFConfig, Param
 from megarl.models.registry import family_of, num_trained_mtp
 from megarl.parallel import device
+from megarl.parallel.policy_configs import syncs_changes
 from megarl.parallel.ranks import Job, all_gather_objects, host_group, new_host_group
 from megarl.reshard.plan.from_config import build_plan
 from megarl.reshard.plan.layout import (
@@ -73,6 +74,8 @@ class WeightSync:
         """Syncs since `verify_next`; counted on all ranks, including non-members."""
         self.is_checked = False
         """True once the engines' tensors have been compared with the plan."""
+        self.sends_changes = syncs_changes(config)
+        self._base_engines: list[Any] = []
         self.sent_bytes, self.whole_bytes = 0, 0
         """Bytes that all ranks sent between nodes in the last weight sync, and would have sent with whole messages.
         Counted with `rollout.sync_changes_only`."""
@@ -117,6 +120,11 @@ class WeightSync:
         problems = find_shard_problems(local, self.params, self.plan.train, self.job.rank, self.num_experts)
         self._raise_if_any(problems + find_nonfinite(local, self.job.rank), where)
         problems, lost = self._gather_live_problems(self._run_on_engine(lambda engine: engine.begin_update()))
+        self.sent_bytes = self.whole_bytes = 0
+        has_base = self.executor is not None and self.executor.has_base
+        if self.executor is not None and has_base and self._gather_engines() != self._base_engines:
+            self.executor.drop_base()
+            has_base = False
         if not (problems or lost):
             sender = self._make_sender()
             mismatches = [] if self.is_checked else self._check_tensors(sender)
@@ -125,7 +133,10 @@ class WeightSync:
             if sender.failure is not None:
                 self._record_loss(sender.failure)
             problems, lost = self._gather_live_problems(sender.errors)
-            problems = problems if lost else mismatches or problems
+            if not lost:
+                problems = mismatches or problems
+            elif has_base:  # what a lost engine could not read back has reached others; the sync is repeated anyway
+                problems = []
         succeeded = not (problems or lost)
         end_problems, lost_at_end = self._gather_live_problems(
             self._run_on_engine(lambda engine: engine.end_update(version if succeeded else None))
@@ -134,19 +145,17 @@ class WeightSync:
             raise ConfigError(f"{where}: {problems[0]}")
         self.is_checked = self.is_checked or succeeded
         is_complete = not (lost or lost_at_end)
-        if self.config.rollout.sync_changes_only and self.executor is not None:
-            self._keep_base(local, version if is_complete else None)
+        if self.sends_changes and self.executor is not None:
+            if is_complete:
+                self.executor.keep_base(local)
+                self._base_engines = self._gather_engines()
+            counts = self._gather((self.executor.sent_bytes, self.executor.whole_bytes))
+            self.sent_bytes, self.whole_bytes = (sum(column) for column in zip(*counts, strict=True))
         return is_complete
 
-    def _keep_base(self, local: Mapping[str, torch.Tensor], version: int | None) -> None:
-        """Keep what the next weight sync sends the changes from; nothing if not all engines have the last version."""
-        assert self.executor is not None
-        if version is None:
-            self.executor.drop_base()
-        else:
-            self.executor.keep_base(local, version)
-        counts = self._gather((self.executor.sent_bytes, self.executor.whole_bytes))
-        self.sent_bytes, self.whole_bytes = (sum(column) for column in zip(*counts, strict=True))
+    def _gather_engines(self) -> list[Any]:
+        """Return weight version and start number of each rank's engine, if the rank leads one."""
+        return self._gather(None if self.engine is None else (self.engine.weight_version, self.engine.start_number))
 
     def _send(self, local: Mapping[str, torch.Tensor], sender: WeightSender, version: int) -> None:
         self._run_executor(local, sender, version)

@@ -256,7 +256,7 @@ class Run:
         self.executor.sync(local, self.send_to_engine, number, self.settle)
         self.settle()
         if self.is_delta and number != 2:
-            self.executor.keep_base(local, number)
+            self.executor.keep_base(local)
         elif self.is_delta:
             self.executor.drop_base()
         return full

@@ -11,6 +11,8 @@ from megarl.reshard.run import delta
 
 pytestmark = pytest.mark.alone
 
+SIZES = st.integers(1, 200_000) | st.integers(delta.CHUNK_WORDS - 2, delta.CHUNK_WORDS + 70_000)
+
 
 def test_encodes_positions_and_values() -> None:
     """Word 3 of the first block and word 1 of the second changed: two counts, two positions, two values."""
@@ -32,8 +34,8 @@ def test_is_whole_if_that_is_no_larger() -> None:
     assert delta.encode(old[:0].view(torch.uint8), old[:0].view(torch.uint8)) is None
 
 
-@settings(deadline=None, max_examples=60)
-@given(st.integers(1, 200_000), st.floats(0, 0.6), st.integers(0, 2**31), st.booleans())
+@settings(deadline=None, max_examples=40)
+@given(SIZES, st.floats(0, 0.6), st.integers(0, 2**31), st.booleans())
 def test_applied_changes_give_the_new_words(num_words: int, density: float, seed: int, twice: bool) -> None:
     generator = torch.Generator().manual_seed(seed)
     old = torch.randint(-(2**15), 2**15, (num_words,), generator=generator).to(torch.int16)

@@ -1,7 +1,7 @@
-"""One SGLang engine: start, health, sleep and wake, weight updates, shutdown, a watchdog, and background restarts.
+"""One SGLang engine: start, health, sleep and wake, weight updates, shutdown.
 
-The lead rank of an engine's ranks holds the `Engine`. SGLang runs in separate processes (see `engine_host.py`). So on a
-CPU a rank never imports SGLang, and a rank survives an engine failure.
+The lead rank of an engine's ranks holds the `SGLangEngine`. SGLang runs in separate processes (see `engine_host.py`).
+So on a CPU a rank never imports SGLang, and a rank survives an engine failure.
 """
 
 from __future__ import annotations

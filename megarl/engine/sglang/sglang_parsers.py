@@ -31,7 +31,8 @@ def find_tool_call_marker(parser: str) -> str:
 
 
 class ParserProcess:
-    """Stand-in for a `Client`, as far as `check_parser` needs one. Raises RuntimeError if SGLang cannot be imported."""
+    """Stand-in for an `EngineClient`, as far as `check_parser` needs one. Raises RuntimeError if SGLang cannot be
+    imported."""
 
     async def __aenter__(self) -> ParserProcess:
         self._process = await asyncio.create_subprocess_exec(

@@ -15,6 +15,8 @@ from __future__ import annotations
 import torch
 
 BLOCK_WORDS = 1 << 16
+CHUNK_WORDS = 64 * BLOCK_WORDS
+"""Words that are compared at a time, which bounds the memory for their indices."""
 CHANGE_BYTES = 4  # a position and a value
 
 
@@ -23,13 +25,18 @@ def encode(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor | None:
 
     None if they would take n bytes or more.
     """
-    words, blocks = new.view(torch.int16), num_blocks(len(new))
-    changed = (words != old.view(torch.int16)).nonzero().view(-1)
-    if 4 * blocks + CHANGE_BYTES * len(changed) >= len(new):
+    words, last = new.view(torch.int16), old.view(torch.int16)
+    chunks = list(zip(words.split(CHUNK_WORDS), last.split(CHUNK_WORDS), strict=True))
+    num_changed = sum(int((chunk != old_chunk).sum()) for chunk, old_chunk in chunks)
+    if 4 * num_blocks(len(new)) + CHANGE_BYTES * num_changed >= len(new):
         return None
-    counts = torch.bincount(changed >> 16, minlength=blocks).to(torch.int32)
-    positions = (changed & (BLOCK_WORDS - 1)).to(torch.int16)
-    return torch.cat([part.view(torch.uint8) for part in (counts, positions, words[changed])])
+    parts: list[list[torch.Tensor]] = [[], [], []]
+    for chunk, old_chunk in chunks:
+        changed = (chunk != old_chunk).nonzero().view(-1)
+        parts[0].append(torch.bincount(changed >> 16, minlength=num_blocks(2 * len(chunk))).to(torch.int32))
+        parts[1].append((changed & (BLOCK_WORDS - 1)).to(torch.int16))
+        parts[2].append(chunk[changed])
+    return torch.cat([part.view(torch.uint8) for kind in parts for part in kind])
 
 
 def apply(encoded: torch.Tensor, buffer: torch.Tensor) -> None:
@@ -37,8 +44,15 @@ def apply(encoded: torch.Tensor, buffer: torch.Tensor) -> None:
     words, blocks = buffer.view(torch.int16), num_blocks(len(buffer))
     counts = encoded[: 4 * blocks].view(torch.int32)
     positions, values = encoded[4 * blocks :].view(torch.int16).chunk(2)
-    block = torch.repeat_interleave(torch.arange(blocks, device=buffer.device), counts, output_size=len(positions))
-    words[block * BLOCK_WORDS + (positions.to(torch.int64) & (BLOCK_WORDS - 1))] = values
+    first = 0
+    per_chunk = CHUNK_WORDS // BLOCK_WORDS
+    for chunk, chunk_counts in zip(words.split(CHUNK_WORDS), counts.split(per_chunk), strict=True):
+        stop = first + int(chunk_counts.sum())
+        block = torch.arange(len(chunk_counts), device=buffer.device)
+        block = torch.repeat_interleave(block, chunk_counts, output_size=stop - first)
+        position = positions[first:stop].to(torch.int64) & (BLOCK_WORDS - 1)
+        chunk[block * BLOCK_WORDS + position] = values[first:stop]
+        first = stop
 
 
 def num_blocks(nbytes: int) -> int:

@@ -132,12 +132,12 @@ class Executor:
         self.num_experts = family_of(plan.hf).num_experts(plan.hf)
         self.allocate = allocate
         self.num_syncs = 0
-        self.base_version: int | None = None
-        """Version of the weights that the next weight sync may send the changes from; the same on all ranks."""
+        self.has_base = False
+        """True if the next weight sync sends changes from what `keep_base` has kept; the same on all ranks."""
         self.sent_bytes, self.whole_bytes = 0, 0
         """Bytes that this rank sent between nodes in the last weight sync, and would have sent without deltas."""
-        self._base: dict[str, torch.Tensor] = {}  # host copies of shards
-        self._base_grids, self._grids = Grids(), Grids()
+        self._base: dict[str, torch.Tensor] = {}
+        self._base_grids: Grids = {}
         self.quantised_params = self._find_quantised_params()
         rank_plan = RankPlan(plan, rank)
         self.prepared_rounds: list[_PreparedRound] = []
@@ -232,19 +232,17 @@ class Executor:
         round are packed. Between two rounds remains only what depends on the data just received: copying what is
         forwarded.
 
+        The base of `keep_base` serves one sync.
+
         Raises WeightSyncError if a peer is lost. The caller of `send_to_engine` handles errors of the engine.
         """
         self.num_syncs += not compare_only
         verify_all = compare_only or is_fully_verified(self.num_syncs, self.period)
         verified_samples = range(self.period) if verify_all else [self.num_syncs % self.period]
-        quantised = local, self.quantised_params, self.plan.train, self.trainer_rank or 0
-        if self.plan.assignment.wire == "int4":
-            grids = compute_int4_scales(*quantised)
-        else:
-            grids = compute_scale_grids(*quantised, self._reduce_max)
-        self._grids = grids
+        grids = self._scale_grids(local)
         self.sent_bytes = self.whole_bytes = 0
-        has_base = self.base_version is not None and not compare_only
+        has_base = self.has_base and not compare_only
+        self.has_base = False
         receive_buffers = [self.allocate(self.receive_bytes) for _ in range(2)]
         send_buffers = [buffer.new_empty(self.send_bytes) for buffer in receive_buffers]
         if self.position is not None and self.prepared_rounds:
@@ -274,6 +272,8 @@ class Executor:
             previous = receive_buffers[other][None]
             copies.pack([(previous[:, at : at + size], to) for at, to, size in step.forwards], send_buffers[current])
             what = f"the weight sync of version {version}, round {number} of {len(self.prepared_rounds)}"
+            if number and has_base:  # the engine works while changes are encoded
+                pass_on(self.prepared_rounds[number - 1], receive_buffers[other])
             sends = [message.part_of(send_buffers[current]) for message in step.sends]
             receives = [message.part_of(receive_buffers[current]) for message in step.receives]
             if has_base:
@@ -286,7 +286,7 @@ class Executor:
                 what,
                 self.rank,
             )
-            if number:
+            if number and not has_base:
                 pass_on(self.prepared_rounds[number - 1], receive_buffers[other])
             read_back(step, receives, receive_buffers[current])
             self._pack(step.local_packs, local, grids, receive_buffers[current], verified_samples)
@@ -302,20 +302,30 @@ class Executor:
         if self.prepared_rounds:
             pass_on(self.prepared_rounds[-1], receive_buffers[(len(self.prepared_rounds) - 1) % 2])
 
-    def keep_base(self, local: Mapping[str, torch.Tensor], version: int) -> None:
-        """Keep host copies of the shards that were just synced as `version`, so that the next weight sync sends changes
-        alone between nodes. Call it on all participating ranks, and only if all engines have this version."""
-        names = {packed.placed.piece.param.megatron for step in self.prepared_rounds for packed in step.delta_packs}
-        for name in sorted(names):
+    def keep_base(self, local: Mapping[str, torch.Tensor]) -> None:
+        """Keep host copies of the shards that were just synced and that this rank sends to other nodes, so that the
+        next weight sync sends changes alone. Call it on all participating ranks, and only if all engines have these
+        weights."""
+        pieces = [packed.placed.piece for step in self.prepared_rounds for packed in step.delta_packs]
+        for name in sorted({piece.param.megatron for piece in pieces if not piece.is_scale}):
             shard = local[name]
-            if name not in self._base:
-                self._base[name] = torch.empty(shard.shape, dtype=shard.dtype, pin_memory=shard.is_cuda)
+            if name not in self._base:  # not pinned: torch rounds pinned memory up to powers of two
+                self._base[name] = torch.empty(shard.shape, dtype=shard.dtype)
             self._base[name].copy_(shard)
-        self._base_grids, self.base_version = self._grids, version
+        keys = {(piece.param.megatron, piece.source) for piece in pieces}
+        self._base_grids = {key: grid.cpu() for key, grid in self._scale_grids(local).items() if key in keys}
+        self.has_base = True
 
     def drop_base(self) -> None:
         """Send whole messages in the next weight sync, because not all engines have the last version."""
-        self.base_version = None
+        self.has_base = False
+
+    def _scale_grids(self, local: Mapping[str, torch.Tensor]) -> Grids:
+        """Return the scales of quantised parameters. Collective over the ranks that train."""
+        quantised = local, self.quantised_params, self.plan.train, self.trainer_rank or 0
+        if self.plan.assignment.wire == "int4":
+            return compute_int4_scales(*quantised)
+        return compute_scale_grids(*quantised, self._reduce_max)
 
     def _encode(
         self, step: _PreparedRound, sends: Sequence[torch.Tensor], send_buffer: torch.Tensor
@@ -323,10 +333,8 @@ class Executor:
         """Return the messages to send, with changes alone where that is smaller."""
         if not step.delta_packs:
             return list(sends)
-        base = {packed.placed.piece.param.megatron: torch.empty(0) for packed in step.delta_packs}
-        base = {name: self._base[name].to(send_buffer.device) for name in base}
         old = torch.zeros_like(send_buffer)
-        self._pack(step.delta_packs, base, self._base_grids, old, ())
+        self._pack(step.delta_packs, self._base, self._base_grids, old, ())
         result = []
         for message, whole in zip(step.sends, sends, strict=True):
             pieces = slice(message.begin, message.hashes)
@@ -372,7 +380,10 @@ class Executor:
         buffer: torch.Tensor,
         verified_samples: Container[int],
     ) -> None:
-        """Write pieces of this rank's shards to a buffer, and the hashes of those that are to be verified."""
+        """Write pieces of this rank's shards to a buffer, and the hashes of those that are to be verified.
+
+        local, grids: on the buffer's device, or on the host.
+        """
         boxes: list[copies.Box] = []
         to_quantise: list[copies.Box] = []
         scales: list[BlockScales] = []
@@ -386,18 +397,19 @@ class Executor:
             if not piece.is_scale and name not in shards:
                 shards[name] = local[name]
             source = grids[name, piece.source] if piece.is_scale else shards[name]
-            box = source.reshape(matrix_shape(source.shape))[r0:r1, c0:c1]
+            box = source.reshape(matrix_shape(source.shape))[r0:r1, c0:c1].to(buffer.device)
             # Hash the intended data, not the buffer that goes on the wire.
             if plane.dtype == FP8:
                 to_quantise.append((box, offset))
-                scales.append(BlockScales(grids[name, piece.source], piece.rows[0], piece.columns[0]))
+                grid = grids[name, piece.source].to(buffer.device)
+                scales.append(BlockScales(grid, piece.rows[0], piece.columns[0]))
                 if sample in verified_samples:  # now, so that the quantised boxes of a round never live together
                     quantised_hashes.append((hash_offset // 8, copies.device_hashes([quantise(box, *scales[-1])])))
             elif plane.suffix == int4.PACKED_SUFFIX:
                 (first, last), (left, right) = piece.rows, piece.columns
                 groups = slice(left * plane.columns // int4.GROUP, right * plane.columns // int4.GROUP)
                 int4_boxes.append((box, offset))
-                int4_scales.append(grids[name, piece.source][first:last, groups])
+                int4_scales.append(grids[name, piece.source][first:last, groups].to(buffer.device))
                 if sample in verified_samples:
                     packed = int4.quantise(box, int4_scales[-1])
                     quantised_hashes.append((hash_offset // 8, copies.device_hashes([packed])))
