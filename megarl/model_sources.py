@@ -149,7 +149,8 @@ def build_config(
 
     `settings` takes precedence over the settings of the target's run. If the user names a reward, the run's rewards are
     dropped; if nothing defines a reward and there is no environment, the data source selects it. One engine runs unless
-    parallel.world_size is larger, or parallel=auto gives engines all GPUs of the machine. reserved: further keys that the user cannot set, with the reason.
+    parallel.world_size is larger, or parallel=auto gives engines all GPUs of the machine. reserved: further keys that
+    the user cannot set, with the reason.
     """
     keys = [text.partition("=")[0] for text in overrides]
     for key in keys:

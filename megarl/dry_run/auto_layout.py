@@ -37,7 +37,7 @@ from megarl.workers.worker_registry import RegisteredWorker, check_roles, is_bui
 
 MAX_WORLD_FACTOR = 64  # of the number of ranks, up to which an error looks for one that fits
 _REMEDIES = {
-    "training": "lower train.max_tokens_per_gpu, or set train.offload=true if engines leave too little room",
+    "training": "lower train.max_tokens_per_gpu",
     "generation": "lower rollout.concurrency or set rollout.sglang.max_total_tokens, which bound the KV cache, or set "
     "train.offload=true",
     "weight sync": "lower rollout.weight_sync_bucket_mb, or set train.offload=true",
@@ -179,21 +179,18 @@ def _nothing_fits(search: Search, closest: LayoutPlan) -> ConfigError:
     search.models.check_training(closest.config, raise_failure)  # keys that the user has set may be what is wrong
     search.models.check_engines(closest.config, raise_failure)
     fullest = max(closest.memory, key=lambda stage: stage.peak)
-    phases = {
-        "training": fullest.training_total,
-        "generation": fullest.generation_total,
-        "weight sync": fullest.weight_sync_total,
-    }
-    phase = max(phases, key=lambda name: phases[name])
-    world = find_smallest_world(search, fullest)
-    remedy = f"{world} ranks of this size are enough (parallel.world_size); or {_REMEDIES[phase]}"
-    if not world:
-        remedy = _REMEDIES[phase]
+    phases = {"generation": fullest.generation_total, "weight sync": fullest.weight_sync_total}
+    phase, needed = "training", closest.training_peak
+    if search.fits_training(closest):
+        phase, needed = max(phases, key=lambda name: phases[name]), closest.peak
+    world, remedy = find_smallest_world(search, fullest), _REMEDIES[phase]
+    if world:
+        remedy = f"{world} such ranks are enough (parallel.world_size); or {remedy}"
     parallel = search.config.parallel
     return ConfigError(
         f"parallel.auto: no layout of {parallel.world_size} ranks with {search.gpu_bytes / 1e9:.3g} GB each "
         f"(parallel.gpu_gb) fits {Path(search.config.model.path or search.config.model.hf_config).name}: the closest, "
-        f"{layout_text(closest.config.parallel)}, needs {closest.peak / USABLE_FRACTION / 1e9:.3g} GB, in {phase}; "
+        f"{layout_text(closest.config.parallel)}, needs {needed / USABLE_FRACTION / 1e9:.3g} GB, in {phase}; "
         f"{remedy}"
     )
 

@@ -54,6 +54,10 @@ class LayoutPlan:
         return max(stage.peak for stage in self.memory)
 
     @property
+    def training_peak(self) -> int:
+        return max(stage.training_total for stage in self.memory)
+
+    @property
     def total(self) -> float:
         return sum(self.seconds.values())
 
@@ -62,7 +66,7 @@ class SearchResult(NamedTuple):
     fitting: list[LayoutPlan]
     """In ascending order of modelled seconds."""
     closest: LayoutPlan
-    """The one with the least memory, whether it fits or not."""
+    """The one with the least memory, whether it fits or not; in training if none fits in training."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +104,8 @@ class Search:
                     return True
         return False
 
-    def _fits_training(self, plan: LayoutPlan) -> bool:
-        return max(stage.training_total for stage in plan.memory) <= USABLE_FRACTION * self.gpu_bytes
+    def fits_training(self, plan: LayoutPlan) -> bool:
+        return plan.training_peak <= USABLE_FRACTION * self.gpu_bytes
 
     def fits(self, plan: LayoutPlan) -> bool:
         return plan.peak <= USABLE_FRACTION * self.gpu_bytes
@@ -131,21 +135,23 @@ class Search:
                 except ConfigError:
                     continue
             fitting = [plan for plan in plans if self.fits(plan)]
-        return SearchResult(
-            sorted(fitting, key=lambda plan: plan.total), min(plans, key=lambda plan: (plan.peak, plan.total))
-        )
+        if trainable := [plan for plan in plans if self.fits_training(plan)]:
+            closest = min(trainable, key=lambda plan: plan.peak)
+        else:
+            closest = min(plans, key=lambda plan: plan.training_peak)
+        return SearchResult(sorted(fitting, key=lambda plan: plan.total), closest)
 
     def least_recomputing(self, parallel: ParallelConfig) -> LayoutPlan:
         """Plan a layout with the least recomputation that fits training, and the smallest engine that fits generation.
 
-        With the most recomputation, and the engine with the least memory, if none fits. Raises ConfigError if the
-        layout does not divide.
+        With the most recomputation if training does not fit, or else with the engine with the least memory. Raises
+        ConfigError if the layout does not divide.
         """
         for mode in self._modes:
             plan = self.plan_layout(parallel, mode)
-            if self._fits_training(plan):
+            if self.fits_training(plan):
                 break
-        if self._fits_training(plan) and not self.fits(plan) and self.models.declared.has_engines(self.config):
+        if self.fits_training(plan) and not self.fits(plan) and self.models.declared.has_engines(self.config):
             for rollout in self._engines():
                 config = replace(plan.config, rollout=replace(plan.config.rollout, tp=rollout[0], ep=rollout[1]))
                 plan = min(plan, replace(plan, config=config, memory=self._plan_memory(config)), key=lambda p: p.peak)
