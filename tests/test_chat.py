@@ -33,6 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         (("data.train=x",), ("data.train", "you write the prompts")),
         (("run.dir=x",), ("run.dir", "nothing is saved")),
         (("parallel.world_size=2",), ("parallel.world_size=2", "one engine")),
+        (("parallel=auto", "parallel.gpu_gb=0.0001"), ("no layout of", "lower rollout.concurrency")),
     ],
 )
 def test_rejects_bad_arguments(
