@@ -10,7 +10,9 @@ import pytest
 from training_run import make_folder
 
 from megarl import chat as program
+from megarl.config import Config
 from megarl.engine.sglang_engine import Engine
+from megarl.parallel import device
 
 pytestmark = pytest.mark.alone
 
@@ -50,3 +52,19 @@ def test_rejects_bad_targets(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert message in capsys.readouterr().err
     assert program.main([]) == 2
     assert "arguments are required: TARGET;" in capsys.readouterr().err  # and no overrides
+
+
+def test_auto_starts_one_engine_of_the_smallest_size(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four GPUs, of which two hold the model."""
+    started: list[Config] = []
+
+    def start(self: Engine) -> None:
+        started.append(self.config)
+        raise RuntimeError("enough")
+
+    monkeypatch.setattr(device, "count", lambda: 4)
+    monkeypatch.setattr(Engine, "start", start)
+    sizes = ["parallel.gpu_gb=0.0025", "rollout.concurrency=1", "rollout.max_context=64", "rollout.max_new_tokens=8"]
+    assert program.main([str(model), "parallel=auto", *sizes]) == 2
+    (config,) = started
+    assert (config.rollout.tp, config.parallel.world_size, config.parallel.ranks_per_node) == (2, 2, 2)
