@@ -5,9 +5,10 @@
         --layout world=512,tp=8,pp=16,ep=32 world=512,tp=8,pp=8,ep=64                          # which of these fit
     .venv/bin/python tools/plan_memory.py --model tiny/config.json --layout world=2,tp=2 --measure   # and is it true?
 
-Prints a rank's bytes by part, for actor, critic and reference together, as `--dry-run` does for a configuration. All
-ranks of a pipeline stage need the same. It plans for colocated roles; `--dry-run` also plans for roles on separate
-ranks (`placement`). With --measure the model is built here on the CPU and its tensors are counted.
+For a model without a configuration; `megarl.train CONFIG --dry-run parallel=auto` chooses by the same rule for all of
+a configuration. Prints a rank's bytes by part, for actor, critic and reference together, as `--dry-run` does. All ranks
+of a pipeline stage need the same. It plans for colocated roles; `--dry-run` also plans for roles on separate ranks
+(`placement`). With --measure the model is built here on the CPU and its tensors are counted.
 """
 
 from __future__ import annotations

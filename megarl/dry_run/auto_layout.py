@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megarl.config import Config, ConfigError, strict
+from megarl.config import Config, ConfigError
 from megarl.config.stages import largest_config
 from megarl.controllers.controller import load_requirements
 from megarl.dry_run import config_checks as checks
@@ -91,7 +91,6 @@ def choose_layout(
 
     gpu_bytes: memory of a rank if `parallel.gpu_gb` is not set; 0 for that of this machine.
     """
-    strict.check_dataclass(config)
     config = with_job_size(config)
     declared = load_requirements(config)
     check_roles(config, declared, registered)

@@ -201,6 +201,10 @@ def validate(
     step after which the run will stop, 0 for its last. stage: the steps that have this configuration; None for all.
     gpu_bytes: memory of a rank for `parallel.auto`; 0 for that of this machine. Use `Report.resolve` for the run.
     """
+    try:
+        strict.check_dataclass(config)  # the configuration may have been built in Python
+    except ConfigError as error:
+        return Report([str(error)], [])
     if config.parallel.auto:
         try:
             choice = choose_layout(config, registered or {}, dry_run, gpu_bytes)
@@ -228,8 +232,6 @@ def validate(
         return attempt(check, *arguments) is not _FAILED
 
     # Each check depends on the previous ones: an invalid layout has no data-parallel size.
-    if not passes(strict.check_dataclass, config):  # the configuration may have been built in Python
-        return rejected
     declared: Any = attempt(load_requirements, config)
     if declared is _FAILED or not passes(check_roles, config, declared, registered):
         return rejected
@@ -321,7 +323,6 @@ def _validate_stages(
 ) -> Report:
     """Check the configuration of each stage by itself; facts and memory are those of the largest values of all."""
     try:
-        strict.check_dataclass(config)
         stages = {1: config} | parse_stages(config)
         for changed in stages.values():
             check_change(config, changed, "stages: ")
