@@ -46,7 +46,7 @@ def test_trains_and_resumes_with_the_chosen_layout(folder: Path, host: str, tmp_
     assert changed == ["run.num_rollout"]
 
     # Another world chooses anew, and its checkpoint is in the other layout.
-    larger = [*AUTO, "parallel.gpu_gb=1", "parallel.world_size=1"]
+    larger = [*AUTO, "parallel.world_size=1"]  # as much memory as this machine has
     train(folder, run_dir, *larger, "run.num_rollout=3", "run.resume=auto", host=host)
     resumed = load_config(run_dir / "config.yaml")
     assert (resumed.parallel.world_size, resumed.parallel.ep, resumed.model.megatron) == (1, 1, {})

@@ -46,8 +46,8 @@ _REMEDIES = {
 
 @dataclass(frozen=True)
 class LayoutChoice:
-    """config: the configuration with the chosen keys, and with an empty `parallel.auto`. runner_up: None if no other
-    layout fits."""
+    """config: the configuration with the chosen keys, and with an empty `parallel.auto`. runner_up: the best of the
+    other layouts that fit and are about as fast; None without one."""
 
     config: Config
     chosen: LayoutPlan
