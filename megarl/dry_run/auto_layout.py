@@ -99,11 +99,6 @@ def choose_layout(
     base = _with_open_keys(largest_config(config) if config.stages else config)
     ones: dict[str, Any] = dict.fromkeys(SIZES, 1)
     check_placement(replace(base, parallel=replace(base.parallel, **ones)), declared.roles, [])
-    if "rollout.tp" in config.parallel.auto:
-        checks.check_nodes(replace(base, rollout=replace(base.rollout, tp=1, ep=1)), declared)
-    else:  # `rollout.ep` is 1, or set as well
-        checks.check_nodes(base, declared)
-        models.check_engines(base, raise_failure)
     search = Search(models, base, size, _step_time(models, base), frozenset(config.parallel.auto))
     fitting, closest = search.run(exhaustive=False)
     if not fitting:

@@ -115,8 +115,14 @@ class Search:
         if nothing fits without it, and vpp only for the best layout found.
 
         exhaustive: find all layouts that fit; otherwise those that `select_best` would compare, in a tenth of the time.
-        Raises ConfigError if no layout divides.
+        Raises ConfigError if no layout divides, or if sizes that are not to be chosen do not.
         """
+        if "rollout.tp" in self.auto:
+            one = replace(self.config, rollout=replace(self.config.rollout, tp=1, ep=1))
+            checks.check_nodes(one, self.models.declared)
+        else:  # `rollout.ep` is 1, or set as well
+            checks.check_nodes(self.config, self.models.declared)
+            self.models.check_engines(self.config, raise_failure)
         plans: list[LayoutPlan] = []
         fitting: list[LayoutPlan] = []
         etps = self._choices("etp", (1, 2, 4, 8) if self._num_experts else (1,))
