@@ -11,7 +11,7 @@ from training_run import make_folder
 
 from megarl import chat as program
 from megarl.config import Config
-from megarl.engine.sglang_engine import Engine
+from megarl.engine.sglang.sglang_engine import SGLangEngine
 from megarl.parallel import device
 
 pytestmark = pytest.mark.alone
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.alone
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with mock.patch.object(Engine, "start", lambda self: pytest.fail("it was started")):
+    with mock.patch.object(SGLangEngine, "start", lambda self: pytest.fail("it was started")):
         yield make_folder(tmp_path_factory.mktemp("quickstart") / "q", "qwen3_moe") / "model"
 
 
@@ -58,12 +58,12 @@ def test_auto_starts_one_engine_of_the_smallest_size(model: Path, monkeypatch: p
     """Of four GPUs, of which two hold the model."""
     started: list[Config] = []
 
-    def start(self: Engine) -> None:
+    def start(self: SGLangEngine) -> None:
         started.append(self.config)
         raise RuntimeError("enough")
 
     monkeypatch.setattr(device, "count", lambda: 4)
-    monkeypatch.setattr(Engine, "start", start)
+    monkeypatch.setattr(SGLangEngine, "start", start)
     sizes = ["parallel.gpu_gb=0.0025", "rollout.concurrency=1", "rollout.max_context=64", "rollout.max_new_tokens=8"]
     assert program.main([str(model), "parallel=auto", *sizes]) == 2
     (config,) = started

@@ -27,6 +27,7 @@ from megarl.dry_run.suggest_layout import (
     layout_text,
     select_best,
 )
+from megarl.engine.engine_backends import engine_backend
 from megarl.models.memory import StageMemory
 from megarl.models.step_time import GPUSpec, StepTime
 from megarl.parallel import device, rendezvous
@@ -94,6 +95,8 @@ def choose_layout(
     config = with_job_size(config)
     declared = load_requirements(config)
     check_roles(config, declared, registered)
+    if declared.has_rollout:
+        engine_backend(config)  # raises for an unknown engine
     models = _read_models(config, declared, registered, dry_run)
     size = (config.parallel.gpu_gb or 0) * 1e9 or gpu_bytes or rank_memory_bytes(config)
     base = _with_open_keys(largest_config(config) if config.stages else config)

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from megarl.config import Config
 from megarl.dry_run import config_checks as checks
 from megarl.dry_run.model_folders import ServedModels
+from megarl.engine.engine_backends import engine_backend, plan_from_config
 from megarl.models.family import HFConfig
 from megarl.models.memory import StageMemory, plan_memory
 from megarl.parallel.placement import Placement, format_ranges, placement_of, role_settings, split_role
 from megarl.parallel.policy_configs import list_engine_roles, policy_config
-from megarl.reshard.plan.from_config import engine_layout, plan_from_config
 from megarl.types.requirements import Requirements
 
 Passes = Callable[..., bool]
@@ -68,7 +68,7 @@ class JobModels:
         """Return whether the weights of each policy can be synced from its layout to that of its engines."""
         is_planned = True
         if self.declared.has_engines(config):
-            is_planned = passes(engine_layout, config)
+            is_planned = passes(engine_backend(config).layout, self.hf, config)
             is_planned = is_planned and (not self.declared.trained_roles or passes(plan_from_config, self.hf, config))
         for role, model in self.served.engine_configs.items():
             if split_role(role)[1] and role in list_engine_roles(config, self.declared.roles):

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 from megarl.config import AUTO_KEYS, Config, ConfigError, ParallelConfig
 from megarl.dry_run import config_checks as checks
 from megarl.dry_run.job_models import JobModels, raise_failure
+from megarl.engine.engine_backends import plan_from_config
 from megarl.models.family import HFConfig
 from megarl.models.memory import StageMemory
 from megarl.models.registry import family_of
 from megarl.models.step_time import StepTime
 from megarl.parallel.placement import check_placement, placement_of, role_config, role_parallel
-from megarl.reshard.plan.from_config import plan_from_config
 from megarl.types.requirements import Requirements
 
 SIZES = ("tp", "pp", "vpp", "cp", "ep", "etp")  # of a layout
