@@ -8,6 +8,7 @@ import sys
 
 from megarl.launch import exit_status as ending
 from megarl.config import ConfigError, load_config
+from megarl.dry_run.auto_layout import with_job_size
 from megarl.dry_run.validation import validate
 from megarl.parallel.rendezvous import check_rendezvous
 
@@ -17,7 +18,7 @@ try:
         raise ConfigError(f"NNODES={nodes} must be the number of nodes, at least 1")
     if "NODE_RANK" in os.environ:
         check_rendezvous(int(nodes), os.environ["NODE_RANK"], os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
-    config = load_config(sys.argv[2], sys.argv[3:])
+    config = with_job_size(load_config(sys.argv[2], sys.argv[3:]), int(nodes))
     if config.parallel.world_size % int(nodes):
         raise ConfigError(f"parallel.world_size={config.parallel.world_size} does not divide by {nodes} nodes")
     validate(config).raise_errors()

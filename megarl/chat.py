@@ -109,6 +109,10 @@ def converse(config: Config, options: Namespace) -> int:
     from megarl.engine.engine_backends import engine_backend
     from megarl.environments.catalog import load_catalog
 
+    if config.parallel.auto:  # the size of the one engine
+        config = validate(config).resolve(config)
+        size = config.rollout.tp
+        config = replace(config, parallel=replace(config.parallel, world_size=size, ranks_per_node=size))
     if config.parallel.world_size > config.rollout.tp:
         raise ConfigError(f"parallel.world_size={config.parallel.world_size}: one engine is enough; remove it")
     validate(config).raise_errors()

@@ -26,6 +26,7 @@ from megarl.config.strict import closest_match
 from megarl.controllers.controller import StepResult, load_requirements, make_controller
 from megarl.controllers.evaluation import Evaluator
 from megarl.data.loader import PromptLoader
+from megarl.dry_run.auto_layout import rank_memory_bytes, with_job_size
 from megarl.dry_run.data_checks import check_offered, read_chat, should_check_offered
 from megarl.dry_run.model_folders import vocabulary_hash
 from megarl.dry_run.rollout_checks import check_enough_prompts
@@ -317,16 +318,21 @@ class HybridFlow:
             max_restarts=run.max_restarts,
             timeout_s=run.distributed_timeout_s,
         )
-        self.config = config = dataclasses.replace(self.config, run=run)
+        config = with_job_size(dataclasses.replace(self.config, run=run))
         self.last_step = until or run.num_rollout
-        report = validate(config, registered=self.registered, until=self.last_step)
-        report.raise_errors()
+        gpu_bytes = 0
+        if config.parallel.auto:  # all ranks choose the same layout, which fits on the smallest
+            self.job = ranks.join(config.parallel.world_size, run.distributed_timeout_s)
+            gpu_bytes = min(ranks.all_gather_objects(rank_memory_bytes(config)))
+        report = validate(config, registered=self.registered, until=self.last_step, gpu_bytes=gpu_bytes)
+        self.config = config = report.resolve(config)
         self.requirements = load_requirements(config)
         self.controller = make_controller(config)
         self.workers: dict[str, Worker] = {}
         self.hf_config = load_hf_config(config.model.path)
         self.chat = read_chat(self.hf_config, config, self.requirements)
-        self.job = ranks.join(config.parallel.world_size, run.distributed_timeout_s)
+        if report.choice is None:
+            self.job = ranks.join(config.parallel.world_size, run.distributed_timeout_s)
         self.layouts = create_role_layouts(config, self.requirements.roles)
         self.worker_factories = load_workers(config, self.requirements, self.registered)
         with ranks.with_timeout(run.storage_timeout_s):
@@ -345,6 +351,8 @@ class HybridFlow:
             if base == "rollout" and records
         }
         self.log = RunLog(config, self.job, vocabularies, is_training=bool(self.requirements.trained_roles))
+        for name, plan in report.choice.describe() if report.choice else ():
+            self.log.log(f"parallel.auto: {name} {plan}")
         self.spread = ZeroSpreadWarning(self.requirements)
         return report.warnings
 

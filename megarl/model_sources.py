@@ -149,7 +149,8 @@ def build_config(
 
     `settings` takes precedence over the settings of the target's run. If the user names a reward, the run's rewards are
     dropped; if nothing defines a reward and there is no environment, the data source selects it. One engine runs unless
-    parallel.world_size is larger. reserved: further keys that the user cannot set, with the reason.
+    parallel.world_size is larger, or parallel=auto gives engines all GPUs of the machine. reserved: further keys that
+    the user cannot set, with the reason.
     """
     keys = [text.partition("=")[0] for text in overrides]
     for key in keys:
@@ -173,8 +174,9 @@ def build_config(
     has_reward = config.reward.functions or config.reward.model or config.roles.get("reward")
     if not has_reward and not config.rollout.environments:
         tree["reward"] = {**tree.get("reward", {}), "functions": [BY_SOURCE]}
-    world = config.parallel.world_size if "parallel.world_size" in keys else config.rollout.tp
-    tree["parallel"] = {**tree.get("parallel", {}), "world_size": world, "ranks_per_node": world}
+    if "world_size" not in config.parallel.auto:
+        world = config.parallel.world_size if "parallel.world_size" in keys else config.rollout.tp
+        tree["parallel"] = {**tree.get("parallel", {}), "world_size": world, "ranks_per_node": world}
     return _load_tree(tree, overrides, file)
 
 

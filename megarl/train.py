@@ -56,14 +56,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             report = validate(config, dry_run=True)
             _print(render(report))
-            report.raise_errors()
+            config = report.resolve(config)
             try:
                 run_folder.check_folder(config)
             except ConfigError as error:
                 _print(f"warning: the run would be rejected: {error}")
             return 0
+        from megarl.dry_run.auto_layout import with_job_size
         from megarl.parallel import rendezvous
 
+        config = with_job_size(config)
         if not rendezvous.read_launch_env().is_launched and config.parallel.world_size > 1:
             inherit_orphans()
             return start_ranks(config, arguments)
@@ -115,7 +117,7 @@ def start_ranks(config: Config, arguments: Sequence[str]) -> int:
     from megarl.parallel.policy_configs import list_engine_roles
     from megarl.parallel.rendezvous import serve_local_store
 
-    validate(config).raise_errors()
+    config = validate(config).resolve(config)
     run_folder.check_folder(config)
     world = config.parallel.world_size
     if world > config.parallel.ranks_per_node:

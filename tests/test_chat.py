@@ -10,7 +10,9 @@ import pytest
 from training_run import make_folder
 
 from megarl import chat as program
+from megarl.config import Config
 from megarl.engine.sglang.sglang_engine import SGLangEngine
+from megarl.parallel import device
 
 pytestmark = pytest.mark.alone
 
@@ -33,6 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         (("data.train=x",), ("data.train", "you write the prompts")),
         (("run.dir=x",), ("run.dir", "nothing is saved")),
         (("parallel.world_size=2",), ("parallel.world_size=2", "one engine")),
+        (("parallel=auto", "parallel.gpu_gb=0.0001"), ("no layout of", "lower rollout.concurrency")),
     ],
 )
 def test_rejects_bad_arguments(
@@ -49,3 +52,19 @@ def test_rejects_bad_targets(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert message in capsys.readouterr().err
     assert program.main([]) == 2
     assert "arguments are required: TARGET;" in capsys.readouterr().err  # and no overrides
+
+
+def test_auto_starts_one_engine_of_the_smallest_size(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four GPUs, of which two hold the model."""
+    started: list[Config] = []
+
+    def start(self: SGLangEngine) -> None:
+        started.append(self.config)
+        raise RuntimeError("enough")
+
+    monkeypatch.setattr(device, "count", lambda: 4)
+    monkeypatch.setattr(SGLangEngine, "start", start)
+    sizes = ["parallel.gpu_gb=0.0025", "rollout.concurrency=1", "rollout.max_context=64", "rollout.max_new_tokens=8"]
+    assert program.main([str(model), "parallel=auto", *sizes]) == 2
+    (config,) = started
+    assert (config.rollout.tp, config.parallel.world_size, config.parallel.ranks_per_node) == (2, 2, 2)

@@ -11,6 +11,7 @@ import yaml
 
 import megarl.config
 from megarl.config import (
+    AUTO_KEYS,
     RENAMED_KEYS,
     RENAMED_VALUES,
     Config,
@@ -234,6 +235,8 @@ def test_every_key_accepts_exactly_its_range(name):
     assert base not in (int, float) or str(within), f"{name} has no range"
     assert strict.is_valid(get_value(Config(), name), kind)
     for value in ODD_VALUES:
+        if name == "parallel.auto" and value is True:
+            continue  # short for a list, see `test_auto_lists_the_keys_that_nothing_sets`
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         accepted = {
             bool: isinstance(value, bool),
@@ -309,3 +312,39 @@ def test_rejects_bad_files_and_overrides(tmp_path):
 def test_configs_are_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         Config().run.seed = 2  # type: ignore[misc]
+
+
+def test_auto_lists_the_keys_that_nothing_sets(tmp_path: Path) -> None:
+    every = AUTO_KEYS
+
+    def auto(tree: dict[str, Any]) -> tuple[str, ...]:
+        config = from_dict(tree)
+        assert from_dict(to_dict(config)) == config
+        return config.parallel.auto
+
+    assert auto({"parallel": "auto"}) == auto({"parallel": {"auto": True}}) == every
+    assert auto({}) == auto({"parallel": {"auto": False, "tp": 2}}) == ()
+    assert auto({"parallel": {"auto": ["tp", "ep"], "ep": 2}}) == ("tp", "ep")
+    tree = {"parallel": {"auto": True, "pp": 1, "world_size": 8}, "rollout": {"tp": 2}}
+    tree |= {"model": {"megatron": {"recompute_granularity": "full", "bias_dropout_fusion": False}}}
+    fixed = {"pp", "world_size", "rollout.tp", "recompute"}
+    assert auto(tree) == tuple(key for key in every if key not in fixed)
+
+    file = tmp_path / "c.yaml"
+    file.write_text("parallel: {world_size: 4, ranks_per_node: 2, gpu_gb: 80, tp: 2, ep: 2}\n")
+    sizes = ("tp", "pp", "vpp", "cp", "ep", "etp")
+    # Without a key, the sizes of the file are replaced, not those of the job; with it they are fixed.
+    parallel = load_config(file, ["parallel=auto", "parallel.pp=2"]).parallel
+    assert (parallel.world_size, parallel.ranks_per_node, parallel.gpu_gb) == (4, 2, 80)
+    assert (parallel.tp, parallel.pp, parallel.ep) == (1, 2, 1)
+    assert [key for key in sizes if key not in parallel.auto] == ["pp"]
+    parallel = load_config(file, ["parallel.auto=true"]).parallel
+    assert (parallel.tp, parallel.ep) == (2, 2) and not {"tp", "ep"} & set(parallel.auto)
+    file.write_text("parallel: auto\n")
+    assert load_config(file, ["parallel.world_size=4"]).parallel.auto == every[1:]
+    for text in ("parallel=none", "parallel.auto=[tp, dp]", "parallel.auto=3", "parallel={auto: all}"):
+        with pytest.raises(ConfigError, match="parallel"):
+            load_config(file, [text])
+    file.write_text("parallel: all\n")
+    with pytest.raises(ConfigError, match="parallel must be a section of keys, not 'all'"):
+        load_config(file)

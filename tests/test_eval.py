@@ -14,7 +14,9 @@ from training_run import make_folder
 from megarl import eval as program
 from megarl import model_sources, train
 from megarl.config import ConfigError, from_dict, load_config
+from megarl.dry_run.validation import validate
 from megarl.observe.rollout_log import part_file, write_part
+from megarl.parallel import device
 from megarl.types import Prompt, Rollout, Turn
 
 pytestmark = pytest.mark.alone
@@ -183,6 +185,24 @@ def test_takes_limits_from_the_run_or_the_model(model: Path, tmp_path: Path) -> 
         model_sources.resolve_target(str(tmp_path / "run/export")), {}, [], file
     ).rollout
     assert (of_run.max_context, of_run.max_new_tokens, list(of_run.tools)) == (192, 40, settings["tools"])
+
+
+def test_number_of_engines(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One engine, or with `parallel=auto` as many as the machine's GPUs hold."""
+    monkeypatch.setattr(device, "count", lambda: 4)
+    prompts = {"data": {"train": [str(tmp_path / "rows.jsonl")]}}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
+
+    def engines(*overrides: str) -> tuple[int, int]:
+        target = model_sources.resolve_target(str(model))
+        config = model_sources.build_config(target, prompts, overrides, tmp_path / "eval.yaml")
+        config = validate(config, dry_run=True).resolve(config)
+        return config.parallel.world_size, config.rollout.tp
+
+    assert engines() == (1, 1) and engines("rollout.tp=2") == (2, 2)
+    assert engines("parallel=auto", "parallel.gpu_gb=8") == (4, 1)
+    assert engines("parallel=auto", "parallel.gpu_gb=8", "rollout.tp=2") == (4, 2)
+    assert engines("parallel=auto", "parallel.gpu_gb=8", "parallel.world_size=2") == (2, 1)
 
 
 def test_reports_pass_at_k(

@@ -5,9 +5,10 @@
         --layout world=512,tp=8,pp=16,ep=32 world=512,tp=8,pp=8,ep=64                          # which of these fit
     .venv/bin/python tools/plan_memory.py --model tiny/config.json --layout world=2,tp=2 --measure   # and is it true?
 
-Prints a rank's bytes by part, for actor, critic and reference together, as `--dry-run` does for a configuration. All
-ranks of a pipeline stage need the same. It plans for colocated roles; `--dry-run` also plans for roles on separate
-ranks (`placement`). With --measure the model is built here on the CPU and its tensors are counted.
+For a model without a configuration; `megarl.train CONFIG --dry-run parallel=auto` chooses by the same rule for all of
+a configuration. Prints a rank's bytes by part, for actor, critic and reference together, as `--dry-run` does. All ranks
+of a pipeline stage need the same. It plans for colocated roles; `--dry-run` also plans for roles on separate ranks
+(`placement`). With --measure the model is built here on the CPU and its tensors are counted.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +26,23 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megarl.config import Config, ConfigError, ParallelConfig, from_dict
+from megarl.config import AUTO_KEYS, Config, ConfigError, ParallelConfig, from_dict
 from megarl.config.command_line import Parser, float_in_range, int_in_range, parse_path_text, run_cli
 from megarl.controllers.controller import load_requirements
-from megarl.dry_run.suggest_layout import RECOMPUTE_MODES, RULE, LayoutPlan, Search, check_feasible, select_best
+from megarl.dry_run.job_models import JobModels
+from megarl.dry_run.model_folders import ServedModels
+from megarl.dry_run.suggest_layout import (
+    RECOMPUTE_MODES,
+    RULE,
+    SIZES,
+    LayoutPlan,
+    Search,
+    apply_layout,
+    check_feasible,
+    layout_text,
+    recompute_settings,
+    select_best,
+)
 from megarl.dry_run.validation import memory_table, summarize_peak
 from megarl.models.family import HFConfig
 from megarl.models.memory import StageMemory, plan_memory
@@ -39,7 +54,7 @@ from megarl.utils.addresses import free_port
 sys.path.insert(0, str(Path(__file__).parent))
 from plan_reshard import MAX_NUMBER, MODELS, model_config, sizes  # noqa: E402
 
-LAYOUT = {"tp": 1, "pp": 1, "vpp": 1, "cp": 1, "ep": 1, "etp": 1}
+LAYOUT = dict.fromkeys(SIZES, 1)
 ENGINE = {"tp": 1, "ep": 1}
 FROZEN = ("reference", "reward", "teacher")
 MAX_ROWS = 8  # layouts to show of those that a search finds
@@ -80,17 +95,12 @@ def base_config(options: argparse.Namespace, world: int, engine: dict[str, int])
 def parse_layouts(options: argparse.Namespace) -> list[ParallelConfig]:
     layouts = []
     for text in options.layout:
-        layout_sizes = sizes(text, {**LAYOUT, "world": options.gpus or -1}, "--layout")
+        layout_sizes: dict[str, Any] = sizes(text, {**LAYOUT, "world": options.gpus or -1}, "--layout")
         world = layout_sizes.pop("world")
         if world < 0:
             raise ConfigError(f"--layout {text} has no world=..., and --gpus is not given")
         layouts.append(ParallelConfig(world, options.gpus_per_node, **layout_sizes))
     return layouts
-
-
-def layout_text(parallel: ParallelConfig) -> str:
-    names = [name for name in LAYOUT if getattr(parallel, name) > 1]
-    return " ".join(f"{name.upper()}{getattr(parallel, name)}" for name in names) or "DP only"
 
 
 def layout_table(plans: list[LayoutPlan], search: Search, suggested: LayoutPlan | None) -> Table:
@@ -107,7 +117,7 @@ def layout_table(plans: list[LayoutPlan], search: Search, suggested: LayoutPlan 
             layout_text(config.parallel),
             str(config.parallel.world_size),
             layout_plan.recompute,
-            f"TP{config.rollout.tp} EP{config.rollout.ep}" if search.declared.has_rollout else "-",
+            f"TP{config.rollout.tp} EP{config.rollout.ep}" if search.models.declared.has_rollout else "-",
             *(f"{num_bytes / 1e9:.1f}" for num_bytes in rows),
             "yes" if search.fits(layout_plan) else "no",
             f"{layout_plan.total:.2f} s",
@@ -163,7 +173,7 @@ def as_json(layout_plan: LayoutPlan, search: Search) -> dict[str, Any]:
         "layout": {"world": config.parallel.world_size} | {name: getattr(config.parallel, name) for name in LAYOUT},
         "recompute": layout_plan.recompute,
         "megatron": config.model.megatron,
-        "rollout": {"tp": config.rollout.tp, "ep": config.rollout.ep} if search.declared.has_rollout else None,
+        "rollout": {"tp": config.rollout.tp, "ep": config.rollout.ep} if search.models.declared.has_rollout else None,
         "peak_bytes": layout_plan.peak,
         "fits": search.fits(layout_plan),
         "modelled_seconds": layout_plan.seconds,
@@ -185,7 +195,6 @@ def plan(options: argparse.Namespace, hf: HFConfig, console: Console) -> int:
         raise ConfigError("--gpus is not given; without --layout it is needed, to search for layouts of so many")
     length = (options.context or options.tokens) // 2
     time = StepTime(hf, options.batch_tokens, length, GPUSpec())
-    modes = (options.recompute,) if options.recompute else RECOMPUTE_MODES
 
     def get_search(world: int) -> Search:
         config = base_config(options, world, engine)
@@ -201,8 +210,13 @@ def plan(options: argparse.Namespace, hf: HFConfig, console: Console) -> int:
             raise ConfigError(
                 f"--algorithm {options.algorithm} has a teacher; give its model by --frozen teacher=MODEL"
             )
-        gpu_bytes, sizes_engines = options.gpu_gb * 1e9, not engine
-        return Search(hf, critic, config, declared, gpu_bytes, time, modes, sizes_engines, frozen)
+        models = JobModels(hf, critic, ServedModels(frozen, None), declared)
+        fixed = {"rollout.tp", "rollout.ep"} if engine else set()
+        if options.recompute:
+            fixed.add("recompute")
+            megatron = recompute_settings(hf, options.recompute)
+            config = replace(config, model=replace(config.model, megatron=megatron))
+        return Search(models, config, options.gpu_gb * 1e9, time, frozenset(AUTO_KEYS) - fixed)
 
     search = get_search(worlds[0])
     evaluated: list[LayoutPlan] = []
@@ -210,7 +224,7 @@ def plan(options: argparse.Namespace, hf: HFConfig, console: Console) -> int:
         world_search = get_search(parallel.world_size)
         check_layout(parallel)
         candidate = world_search.least_recomputing(parallel)
-        check_feasible(hf, candidate.config, world_search.declared)
+        check_feasible(hf, candidate.config, world_search.models.declared)
         evaluated.append(candidate)
     max_gpus = options.gpus or max(worlds)
     fitting = [
@@ -219,10 +233,10 @@ def plan(options: argparse.Namespace, hf: HFConfig, console: Console) -> int:
         if search.fits(candidate) and candidate.config.parallel.world_size <= max_gpus
     ]
     if not layouts:
-        fitting = search.find_fitting()
+        fitting = search.run().fitting
     best = select_best(fitting) if fitting else None
     if best is not None and not layouts:
-        check_feasible(hf, best.config, search.declared)
+        check_feasible(hf, best.config, search.models.declared)
     gpus = f"{max_gpus} GPUs of {options.gpu_gb:g} GB"
     if best is None:
         explanation = f"None of these layouts fits {gpus}." if layouts else f"No layout of {gpus} was found that fits."
@@ -281,11 +295,11 @@ def measure(options: argparse.Namespace, hf: HFConfig, console: Console) -> int:
     if options.frozen or options.algorithm == "distill":
         raise ConfigError("--measure builds trained models only; remove --frozen and --algorithm distill")
     base = base_config(options, layouts[0].world_size, {})
-    search = Search(hf, None, base, load_requirements(base), 0, StepTime(hf, 1, 1, GPUSpec()))
-    config = search.plan_layout(layouts[0], options.recompute or "none").config
-    check_feasible(hf, config, search.declared)
-    critic = hf if "critic" in search.declared.roles else None
-    planned = plan_memory(hf, config, search.declared, critic)
+    declared = load_requirements(base)
+    config = apply_layout(hf, base, layouts[0], options.recompute or "none")
+    check_feasible(hf, config, declared)
+    critic = hf if "critic" in declared.roles else None
+    planned = plan_memory(hf, config, declared, critic)
     world = layouts[0].world_size
     states = sum(sum(stage.states.values()) for stage in planned) * world // len(planned)
     if states > MOST_MEASURED:

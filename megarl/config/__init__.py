@@ -17,6 +17,7 @@ from typing import Any
 
 from megarl.config import strict
 from megarl.config.keys import (  # noqa: F401  re-exported
+    AUTO_KEYS,
     AdvantageConfig,
     CorrectionConfig,
     CriticConfig,
@@ -218,6 +219,12 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Confi
         section = key.rpartition(".")[0]
         if section:
             example_keys.setdefault(section, key)
+    tree = _read_auto(tree)
+    if AUTO_OVERRIDE in overrides:
+        kept = ("world_size", "ranks_per_node", "gpu_gb")
+        tree["parallel"] = {name: tree["parallel"][name] for name in kept if name in (tree.get("parallel") or {})}
+        tree["parallel"]["auto"] = True
+        overrides = [text for text in overrides if text != AUTO_OVERRIDE]
     config = from_dict(plain_yaml.apply_overrides(tree, overrides, example_keys))
     return replace(
         config,
@@ -227,8 +234,37 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Confi
     )
 
 
+AUTO_OVERRIDE = "parallel=auto"
+"""Override that replaces the sizes of a file's `parallel` section."""
+
+
+def _read_auto(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of a configuration tree with `parallel: auto` written as `parallel: {auto: true}`."""
+    return {**tree, "parallel": {"auto": True}} if tree.get("parallel") == "auto" else dict(tree)
+
+
+def _list_auto_keys(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of a configuration tree with `parallel.auto: true` written as a list of the keys that it does not
+    set."""
+
+    def section(parent: Any, name: str) -> dict[str, Any]:
+        value = parent.get(name)
+        return value if isinstance(value, dict) else {}  # `build_dataclass` rejects other types
+
+    tree = _read_auto(tree)
+    parallel, megatron = section(tree, "parallel"), section(section(tree, "model"), "megatron")
+    if not isinstance(parallel.get("auto"), bool):
+        return tree
+    fixed = {*parallel, *(f"rollout.{name}" for name in section(tree, "rollout"))}
+    if any(str(name).startswith("recompute_") for name in megatron):
+        fixed.add("recompute")
+    auto = [key for key in AUTO_KEYS if key not in fixed] if parallel["auto"] else []
+    return {**tree, "parallel": {**parallel, "auto": auto}}
+
+
 def from_dict(tree: dict[str, Any]) -> Config:
     """Build a Config from nested plain values and the algorithm's recipe. Validates like `load_config`."""
+    tree = _list_auto_keys(tree)
     name = tree.get("algorithm", Config.algorithm)
     if isinstance(name, str):  # `build_dataclass` rejects other types
         tree = apply_recipe(tree, name)

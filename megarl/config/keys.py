@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from megarl.config.strict import (
     NonNegativeFloat,
@@ -113,6 +113,12 @@ class ModelConfig:
     """Do not train the vision tower, of a model that has one."""
 
 
+AutoKey = Literal[
+    "world_size", "ranks_per_node", "tp", "pp", "vpp", "cp", "ep", "etp", "recompute", "rollout.tp", "rollout.ep"
+]
+AUTO_KEYS: tuple[AutoKey, ...] = get_args(AutoKey)
+
+
 @dataclass(frozen=True)
 class ParallelConfig:
     synonyms = {
@@ -143,6 +149,14 @@ class ParallelConfig:
     """Expert parallel size; EP x ETP ranks are taken from TP x CP x DP."""
     etp: Ranks = 1
     """Tensor parallel size of the experts, which are not split by default."""
+    auto: tuple[AutoKey, ...] = ()
+    """What the program chooses: the layout that fits and is the fastest by its model. `parallel: auto` leaves all of it
+    to the program, and `{auto: true, pp: 1}` what nothing sets; a list, such as [tp, ep], leaves these keys alone to
+    it. recompute stands for the `recompute_` keys of `model.megatron`. `parallel=auto` on a command line replaces the
+    sizes in this section of the file. Roles with a layout of their own keep it. `docs/tuning.md` states the rule."""
+    gpu_gb: Annotated[float, Range(above=0, most=1_000_000)] | None = None
+    """GB (1e9 bytes) of a GPU for which `parallel.auto` plans; null asks the GPUs of the run, or without any divides
+    the host's memory by the ranks of a node."""
 
 
 @dataclass(frozen=True)

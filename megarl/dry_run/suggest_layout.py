@@ -1,26 +1,29 @@
-"""Find the layouts of a model that fit a number of GPUs of a given size, and select the best.
+"""Find the layouts of a job's models that fit a number of GPUs of a given size, and select the best.
 
-Pure: plans memory (`models.memory`) and time (`models.step_time`) of each layout that divides. All roles share all
-ranks; for roles on separate ranks (`placement`), a dry run shows the memory.
+Pure: plans memory (`models.memory`) and time (`models.step_time`) of each layout that divides. `auto_layout.py` chooses
+the layout of a configuration by it, `tools/plan_memory.py` that of a model without one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from operator import itemgetter
+from typing import Any, NamedTuple
 
-from megarl.config import Config, ConfigError, ParallelConfig
+from megarl.config import AUTO_KEYS, Config, ConfigError, ParallelConfig
 from megarl.dry_run import config_checks as checks
-from megarl.dry_run.model_folders import ServedModels
+from megarl.dry_run.job_models import JobModels, raise_failure
 from megarl.engine.engine_backends import plan_from_config
 from megarl.models.family import HFConfig
-from megarl.models.memory import StageMemory, plan_memory
+from megarl.models.memory import StageMemory
 from megarl.models.registry import family_of
 from megarl.models.step_time import StepTime
-from megarl.parallel.placement import check_layout, check_placement
+from megarl.parallel.placement import check_placement, placement_of, role_config, role_parallel
 from megarl.types.requirements import Requirements
 
+SIZES = ("tp", "pp", "vpp", "cp", "ep", "etp")  # of a layout
 RECOMPUTE_MODES = ("none", "selective", "full")  # of activation recomputation, the least first
 USABLE_FRACTION = 0.93  # of a GPU's memory; the rest is for CUDA, NCCL and fragmentation
 TIE_RATIO = 1.1  # layouts whose modelled seconds differ by less count as equal: the model is no more accurate
@@ -34,114 +37,219 @@ RULE = (
 
 @dataclass(frozen=True)
 class LayoutPlan:
-    """A configuration, its memory by stage, and the modelled seconds of a policy's optimizer step by activity."""
+    """A configuration, its memory by stage of each set of ranks with the same models, and the modelled seconds of the
+    policy's optimizer step by activity, which are none if nothing is trained."""
 
     config: Config
-    recompute: str
-    """Mode of activation recomputation."""
     memory: list[StageMemory]
     seconds: dict[str, float]
+
+    @property
+    def recompute(self) -> str:
+        """Mode of activation recomputation."""
+        return str(self.config.model.megatron.get("recompute_granularity") or "none")
 
     @property
     def peak(self) -> int:
         return max(stage.peak for stage in self.memory)
 
     @property
+    def training_peak(self) -> int:
+        return max(stage.training_total for stage in self.memory)
+
+    @property
     def total(self) -> float:
         return sum(self.seconds.values())
+
+
+class SearchResult(NamedTuple):
+    fitting: list[LayoutPlan]
+    """In ascending order of modelled seconds."""
+    closest: LayoutPlan
+    """The one with the least memory, whether it fits or not; in training if none fits in training."""
 
 
 @dataclass(frozen=True)
 class Search:
     """Search over layouts.
 
-    config: everything but the layout; its world_size and ranks_per_node apply. recompute_modes: modes to choose from.
-    should_size_engines: also choose rollout.tp and rollout.ep, for the smallest engine that fits beside the training
-    states. critic_hf, declared: as in `plan_memory`. frozen: config.json of models that are not trained, by role, in
-    the policy's layout; their time is not modelled.
+    config: its world_size and ranks_per_node apply. auto: keys to choose, of `AUTO_KEYS`, which are 1 in `config`, or
+    unset; all others stay as they are. The layout is `parallel`, that of the actor and of all roles without their own.
+    The engines are the smallest that fit beside the training states. gpu_bytes: memory of a rank.
     """
 
-    hf: HFConfig
-    critic_hf: HFConfig | None
+    models: JobModels
     config: Config
-    declared: Requirements
     gpu_bytes: float
     time: StepTime
-    recompute_modes: tuple[str, ...] = RECOMPUTE_MODES
-    should_size_engines: bool = True
-    frozen: Mapping[str, HFConfig] = field(default_factory=dict)
-
-    def plan_stages(self, config: Config) -> list[StageMemory]:
-        """Plan the memory of all models. Raises ConfigError if one of them does not divide."""
-        frozen = ServedModels(self.frozen, None).stages(config, self.declared)
-        return plan_memory(self.hf, config, self.declared, self.critic_hf, frozen)
+    auto: Collection[str] = frozenset(AUTO_KEYS)
 
     def plan_layout(self, parallel: ParallelConfig, recompute: str) -> LayoutPlan:
-        """Plan one layout. Raises ConfigError if it does not divide."""
-        config = apply_layout(self.hf, self.config, parallel, recompute)
-        memory = self.plan_stages(config)
-        return LayoutPlan(config, recompute, memory, self.time.seconds(config))
+        """Plan one layout with one of `RECOMPUTE_MODES`, or as the configuration says if its recomputation is not to be
+        chosen. Raises ConfigError if the layout does not divide."""
+        config = apply_layout(self.models.hf, self.config, parallel, recompute)
+        return LayoutPlan(config, self._plan_memory(config), self._seconds(config))
+
+    def has_fitting(self) -> bool:
+        """Return whether any layout fits with `etp` of 1 or as configured, in the time of few plans if one does."""
+        search = replace(self, auto=frozenset(self.auto) - {"recompute", "vpp"})
+        if "recompute" in self.auto:
+            megatron = {**self.config.model.megatron, **recompute_settings(self.models.hf, "full")}
+            model = replace(self.config.model, megatron=megatron)
+            search = replace(search, config=replace(self.config, model=model))
+        layouts = search._iter_layouts(self._choices("etp", (1,))[0])
+        for parallel in sorted(layouts, key=lambda layout: -layout.tp * layout.pp * layout.cp * layout.ep):
+            with suppress(ConfigError):
+                if search.fits(search._plan_valid(parallel)):
+                    return True
+        return False
+
+    def fits_training(self, plan: LayoutPlan) -> bool:
+        return plan.training_peak <= USABLE_FRACTION * self.gpu_bytes
 
     def fits(self, plan: LayoutPlan) -> bool:
         return plan.peak <= USABLE_FRACTION * self.gpu_bytes
 
-    def find_fitting(self) -> list[LayoutPlan]:
-        """Return the layouts that fit, in ascending order of modelled seconds.
-
-        Searches tp inside a node, pp, ep, and cp if a conversation is longer than the token budget. etp is tried only
+    def run(self, exhaustive: bool = True) -> SearchResult:
+        """Search tp inside a node, pp, ep, and cp if a conversation is longer than the token budget. etp is tried only
         if nothing fits without it, and vpp only for the best layout found.
-        """
-        plans: list[LayoutPlan] = []
-        for etp in (1, 2, 4, 8) if family_of(self.hf).num_experts(self.hf) else (1,):
-            plans = plans or list(self._iter_fitting(etp))
-        if not plans:
-            return []
-        best = select_best(plans)
-        if best.config.parallel.pp > 1:
-            for vpp in (2, 3, 4, 6, 8):
-                plans += self._try_layout(replace(best.config.parallel, vpp=vpp))
-        return sorted(plans, key=lambda plan: plan.total)
 
-    def _iter_fitting(self, etp: int) -> Iterator[LayoutPlan]:
-        base = self.config.parallel
-        world, experts = base.world_size, family_of(self.hf).num_experts(self.hf)
-        context_parallel_sizes = [1]  # up to the first at which the longest conversation fits the token budget
-        longest = self.config.rollout.max_context if self.declared.has_rollout else 0
-        while context_parallel_sizes[-1] * self.config.train.max_tokens_per_gpu < longest:
-            context_parallel_sizes.append(context_parallel_sizes[-1] * 2)
-        for tp in divisors(min(world, base.ranks_per_node)):
-            for cp in context_parallel_sizes:
-                for pp in divisors(world // tp):
-                    for ep in [n for n in divisors(experts or 1) if n <= MAX_EXPERT_RANKS]:
-                        yield from self._try_layout(replace(base, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp))
+        exhaustive: find all layouts that fit; otherwise those that `select_best` would compare, in a tenth of the time.
+        Raises ConfigError if no layout divides, or if sizes that are not to be chosen do not.
+        """
+        if "rollout.tp" in self.auto:
+            one = replace(self.config, rollout=replace(self.config.rollout, tp=1, ep=1))
+            checks.check_nodes(one, self.models.declared)
+        else:  # `rollout.ep` is 1, or set as well
+            checks.check_nodes(self.config, self.models.declared)
+            self.models.check_engines(self.config, raise_failure)
+        plans: list[LayoutPlan] = []
+        fitting: list[LayoutPlan] = []
+        etps = self._choices("etp", (1, 2, 4, 8) if self._num_experts else (1,))
+        errors: list[ConfigError] = []
+        for etp in etps:
+            if not fitting:
+                plans += self._plan_layouts(etp, exhaustive, errors)
+                fitting = [plan for plan in plans if self.fits(plan)]
+        if not plans:
+            raise errors[0]
+        best = select_best(fitting) if fitting else plans[0]
+        if fitting and "vpp" in self.auto and best.config.parallel.pp > 1:
+            for vpp in (2, 3, 4, 6, 8):
+                try:
+                    plans.append(self._plan_valid(replace(best.config.parallel, vpp=vpp)))
+                except ConfigError:
+                    continue
+            fitting = [plan for plan in plans if self.fits(plan)]
+        if trainable := [plan for plan in plans if self.fits_training(plan)]:
+            closest = min(trainable, key=lambda plan: plan.peak)
+        else:
+            closest = min(plans, key=lambda plan: plan.training_peak)
+        return SearchResult(sorted(fitting, key=lambda plan: plan.total), closest)
 
     def least_recomputing(self, parallel: ParallelConfig) -> LayoutPlan:
         """Plan a layout with the least recomputation that fits training, and the smallest engine that fits generation.
 
-        With the most recomputation if none fits. Raises ConfigError if the layout does not divide.
+        With the most recomputation if training does not fit, or else with the engine with the least memory. Raises
+        ConfigError if the layout does not divide.
         """
-        for mode in self.recompute_modes:
+        for mode in self._modes:
             plan = self.plan_layout(parallel, mode)
-            if max(stage.training_total for stage in plan.memory) <= USABLE_FRACTION * self.gpu_bytes:
+            if self.fits_training(plan):
                 break
-        if self.should_size_engines and self.declared.has_rollout and not self.fits(plan):
-            for tp, ep in engine_sizes(self.hf, self.config, self.declared):
-                config = replace(plan.config, rollout=replace(plan.config.rollout, tp=tp, ep=ep))
-                memory = self.plan_stages(config)
-                candidate = replace(plan, config=config, memory=memory)
-                if self.fits(candidate):
-                    return candidate
+        if self.fits_training(plan) and not self.fits(plan) and self.models.declared.has_engines(self.config):
+            for rollout in self._engines():
+                config = replace(plan.config, rollout=replace(plan.config.rollout, tp=rollout[0], ep=rollout[1]))
+                plan = min(plan, replace(plan, config=config, memory=self._plan_memory(config)), key=lambda p: p.peak)
+                if self.fits(plan):
+                    break
         return plan
 
-    def _try_layout(self, parallel: ParallelConfig) -> Iterator[LayoutPlan]:
-        """Yield the layout's plan if it divides and fits."""
-        try:
-            check_layout(parallel)
-            plan = self.least_recomputing(parallel)
-        except ConfigError:
+    def _plan_valid(self, parallel: ParallelConfig) -> LayoutPlan:
+        """Return `least_recomputing`. Raises ConfigError also if the dry run would reject a layout that fits."""
+        check_placement(replace(self.config, parallel=parallel), self.models.declared.roles, [])
+        plan = self.least_recomputing(parallel)
+        if self.fits(plan):  # slow, and few fit
+            self.models.check_training(plan.config, raise_failure)
+            self.models.check_engines(plan.config, raise_failure)
+        return plan
+
+    @property
+    def _num_experts(self) -> int:
+        return int(family_of(self.models.hf).num_experts(self.models.hf) or 0)
+
+    @property
+    def _modes(self) -> Sequence[str]:
+        return RECOMPUTE_MODES if "recompute" in self.auto else RECOMPUTE_MODES[:1]
+
+    def _choices(self, name: str, sizes: Sequence[int]) -> Sequence[int]:
+        """Return the sizes to try for a key of `parallel`."""
+        return sizes if name in self.auto else (getattr(self.config.parallel, name),)
+
+    def _plan_memory(self, config: Config) -> list[StageMemory]:
+        return [stage for stages in self.models.plan_memory(config).values() for stage in stages]
+
+    def _seconds(self, config: Config) -> dict[str, float]:
+        declared = self.models.declared
+        return self.time.seconds(role_config(config, declared.main_role)) if declared.trained_roles else {}
+
+    def _plan_layouts(self, etp: int, exhaustive: bool, errors: list[ConfigError]) -> list[LayoutPlan]:
+        """Plan the layouts that divide, the fastest first, as they would be without recomputation. Append to `errors`
+        why others do not."""
+        candidates: list[tuple[float, ParallelConfig]] = []
+        for parallel in self._iter_layouts(etp):
+            try:
+                config = apply_layout(self.models.hf, self.config, parallel, self._modes[0])
+                check_placement(config, self.models.declared.roles, [])
+                candidates.append((sum(self._seconds(config).values()), parallel))
+            except ConfigError as error:
+                errors.append(error)
+        plans: list[LayoutPlan] = []
+        least = float("inf")
+        for seconds, parallel in sorted(candidates, key=itemgetter(0)):
+            if not exhaustive and seconds > TIE_RATIO * least:
+                break
+            try:
+                plan = self._plan_valid(parallel)
+            except ConfigError as error:
+                errors.append(error)
+                continue
+            plans.append(plan)
+            least = min(least, plan.total) if self.fits(plan) else least
+        return plans
+
+    def _iter_layouts(self, etp: int) -> Iterator[ParallelConfig]:
+        base, declared = self.config.parallel, self.models.declared
+        if not declared.trained_roles and not self.models.served.megatron_configs:  # engines only
+            yield base
             return
-        if self.fits(plan):
-            yield plan
+        context_parallel_sizes = [1]  # up to the first at which the longest conversation fits the token budget
+        longest = self.config.rollout.max_context if declared.has_rollout else 0
+        while context_parallel_sizes[-1] * self.config.train.max_tokens_per_gpu < longest:
+            context_parallel_sizes.append(context_parallel_sizes[-1] * 2)
+        ranks = role_parallel(self.config, declared.main_role).world_size
+        expert_sizes = [n for n in divisors(self._num_experts or 1) if n <= MAX_EXPERT_RANKS]
+        for tp in self._choices("tp", divisors(min(ranks, base.ranks_per_node))):
+            for cp in self._choices("cp", context_parallel_sizes):
+                for pp in self._choices("pp", divisors(max(1, ranks // tp))):
+                    for ep in self._choices("ep", expert_sizes):
+                        yield replace(base, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp)
+
+    def _engines(self) -> Iterator[tuple[int, int]]:
+        """Yield possible sizes (tp, ep) of an engine, the smallest first, with the largest ep that divides."""
+        hf, rollout = self.models.hf, self.config.rollout
+        sizes = divisors(len(placement_of(self.config).ranks_of("rollout")))
+        for tp in sizes if "rollout.tp" in self.auto else (rollout.tp,):
+            fitting = [ep for ep in divisors(tp) if ep == 1 or (self._num_experts and self._num_experts % ep == 0)]
+            for ep in reversed(fitting) if "rollout.ep" in self.auto else (rollout.ep,):
+                sized = replace(self.config, rollout=replace(rollout, tp=tp, ep=ep))
+                try:
+                    checks.check_nodes(sized, self.models.declared)
+                    checks.check_engine(hf, sized)
+                except ConfigError:
+                    continue
+                yield tp, ep
+                break
 
 
 def select_best(plans: list[LayoutPlan]) -> LayoutPlan:
@@ -227,19 +335,10 @@ def recompute_settings(hf: HFConfig, mode: str) -> dict[str, Any]:
     return {"recompute_granularity": "selective", "recompute_modules": modules}
 
 
-def engine_sizes(hf: HFConfig, config: Config, declared: Requirements) -> Iterator[tuple[int, int]]:
-    """Yield possible sizes (tp, ep) of an engine, the smallest first, with the largest ep that divides."""
-    experts = family_of(hf).num_experts(hf)
-    for tp in divisors(config.parallel.world_size):
-        for ep in reversed([ep for ep in divisors(tp) if ep == 1 or (experts and experts % ep == 0)]):
-            sized = replace(config, rollout=replace(config.rollout, tp=tp, ep=ep))
-            try:
-                checks.check_nodes(sized, declared)
-                checks.check_engine(hf, sized)
-            except ConfigError:
-                continue
-            yield tp, ep
-            break
+def layout_text(parallel: ParallelConfig) -> str:
+    """Return the sizes above 1: `TP4 EP8`."""
+    names = [name for name in SIZES if getattr(parallel, name) > 1]
+    return " ".join(f"{name.upper()}{getattr(parallel, name)}" for name in names) or "DP only"
 
 
 def divisors(number: int) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,13 +26,15 @@ from megarl.controllers.controller import load_requirements, make_controller
 from megarl.controllers.rollout_correction import check_correction
 from megarl.dry_run import config_checks as checks
 from megarl.dry_run import data_checks, model_folders, rollout_checks
+from megarl.dry_run.auto_layout import LayoutChoice, choose_layout
+from megarl.dry_run.job_models import JobModels, list_other_trained
 from megarl.dry_run.model_folders import ServedModels
 from megarl.engine.engine_backends import engine_backend, plan_from_config
 from megarl.environments.catalog import load_catalog
 from megarl.models.family import HFConfig
 from megarl.models.host_memory import PENDING_CHECKPOINT, BatchSize, step_bytes
 from megarl.models.lora_tables import adapter_params
-from megarl.models.memory import StageMemory, plan_memory, unique_params
+from megarl.models.memory import StageMemory, unique_params
 from megarl.models.pipeline_stages import stage_layers
 from megarl.models.registry import family_of, num_trained_mtp, param_count
 from megarl.models.routing import routing_shape
@@ -43,14 +45,11 @@ from megarl.observe.replayed_rollouts import check_replay
 from megarl.observe.tracker import check_trackers
 from megarl.observe.webhook import resolve_webhook
 from megarl.parallel.placement import (
-    Placement,
     check_placement,
     engine_ranks,
-    format_ranges,
     placement_of,
     role_parallel,
     role_settings,
-    split_role,
 )
 from megarl.parallel.policy_configs import check_change, list_engine_roles, policy_config, syncs_changes, takes_turns
 from megarl.rewards.functions import load_functions
@@ -167,6 +166,8 @@ class Report:
     """The ranks of `memory`; empty if there are no others."""
     other_memory: Mapping[str, list[StageMemory]] = field(default_factory=dict)
     """The same for ranks with other roles, by label."""
+    choice: LayoutChoice | None = None
+    """What `parallel.auto` left to the program."""
 
     @property
     def ok(self) -> bool:
@@ -177,6 +178,12 @@ class Report:
         if self.errors:
             raise ConfigError("; and ".join(self.errors))
 
+    def resolve(self, config: Config) -> Config:
+        """Return the configuration that was checked, with the keys that the program has chosen. Raises ConfigError like
+        `raise_errors`."""
+        self.raise_errors()
+        return config if self.choice is None else self.choice.config
+
 
 def validate(
     config: Config,
@@ -184,13 +191,26 @@ def validate(
     registered: Mapping[str, RegisteredWorker] | None = None,
     until: int = 0,
     stage: range | None = None,
+    gpu_bytes: int = 0,
 ) -> Report:
     """Check everything that can be checked without starting anything; every error names the key and the remedy.
 
     In a dry run the model may be a config.json alone (`model.hf_config`), and missing data files are warnings.
     `registered`: workers that a script has registered; a custom reward worker needs no `reward.functions`. until: the
     step after which the run will stop, 0 for its last. stage: the steps that have this configuration; None for all.
+    gpu_bytes: memory of a rank for `parallel.auto`; 0 for that of this machine. Use `Report.resolve` for the run.
     """
+    try:
+        strict.check_dataclass(config)  # the configuration may have been built in Python
+    except ConfigError as error:
+        return Report([str(error)], [])
+    if config.parallel.auto:
+        try:
+            choice = choose_layout(config, registered or {}, dry_run, gpu_bytes)
+        except ConfigError as error:
+            return Report([str(error)], [])
+        report = validate(choice.config, dry_run, registered, until, stage)
+        return replace(report, facts={"parallel.auto": choice.describe()} | report.facts, choice=choice)
     if config.stages:
         return _validate_stages(config, dry_run, registered, until)
     errors: list[str] = []
@@ -211,8 +231,6 @@ def validate(
         return attempt(check, *arguments) is not _FAILED
 
     # Each check depends on the previous ones: an invalid layout has no data-parallel size.
-    if not passes(strict.check_dataclass, config):  # the configuration may have been built in Python
-        return rejected
     declared: Any = attempt(load_requirements, config)
     if declared is _FAILED or not passes(check_roles, config, declared, registered):
         return rejected
@@ -250,24 +268,16 @@ def validate(
         return rejected
     if declared.has_rollout and not passes(engine_backend, config):
         return rejected
-    does_divide = True
-    if declared.trained_roles:
-        does_divide = passes(checks.check_training_layout, hf, config)
-        does_divide = does_divide and passes(checks.check_mtp, hf, config, declared)
-    has_separate_layout = critic_hf is not hf or config.critic.parallel or "critic" in config.placement
-    if critic_hf is not None and (has_separate_layout or (does_divide and config.lora.rank)):
-        does_divide = passes(checks.check_role_layout, critic_hf, config, "critic") and does_divide
-    for role, model in served.megatron_configs.items():
-        if model is not hf or role_settings(config, role).parallel:
-            does_divide = passes(checks.check_role_layout, model, config, role) and does_divide
+    job_models = JobModels(hf, critic_hf, served, declared)
+    does_divide = job_models.check_training(config, passes)
     if dry_run and is_data_readable:  # a run reads all of it next
         _check_chats(hf, config, declared, attempt, warnings)
     if declared.has_rollout:
         passes(engine_backend(config).check_sampling, config)
         passes(checks.check_lengths, hf, config, warnings)
         passes(rollout_checks.check_timeouts, config, warnings)
+    does_divide = job_models.check_engines(config, passes) and does_divide
     if declared.has_engines(config):
-        does_divide = passes(checks.check_engine, hf, config) and does_divide
         if dry_run:
             try:
                 engine_backend(config).check_installed()
@@ -276,8 +286,6 @@ def validate(
         else:
             for role in list_engine_roles(config, declared.roles):
                 passes(_check_platform, config, role)
-        does_divide = does_divide and passes(engine_backend(config).layout, hf, config)
-        does_divide = does_divide and (not declared.trained_roles or passes(plan_from_config, hf, config))
     elif declared.has_rollout:
         for policy, part in (declared.policies or {"": declared}).items():
             replayed = policy_config(config, f"actor_{policy}") if policy else config
@@ -289,28 +297,13 @@ def validate(
                 "run.eval_every with rollout.replay: nothing is evaluated, because no engine answers the prompts of "
                 "data.eval; evaluate checkpoints with `python -m megarl.eval`"
             )
-    for role, model in served.engine_configs.items():
-        has_engines = role in list_engine_roles(config, declared.roles)
-        if has_engines:
-            does_divide = passes(checks.check_role_engine, model, config, role) and does_divide
-        if (policy := split_role(role)[1]) and does_divide:
-            does_divide = passes(checks.check_role_layout, model, config, f"actor_{policy}")
-            if has_engines and does_divide:
-                does_divide = passes(plan_from_config, model, policy_config(config, role))
-    for role, model in served.critic_configs.items():
-        does_divide = passes(checks.check_role_layout, model, config, role) and does_divide
-    if not does_divide:
+    if not does_divide or not job_models.check_weight_syncs(config, passes):
         return rejected
     passes(checks.check_routing, hf, config, declared)
     passes(checks.check_sparse_indices, hf, config, declared)
     if not dry_run:
         passes(checks.check_disk_space, hf, critic_hf, config, declared, warnings)
-    stages = served.stages(config, declared)
-    other_models = {**served.engine_configs, **served.critic_configs}
-    plans = {
-        group_label: plan_memory(hf, config, declared, critic_hf, stages, role, ranks, other_models)
-        for group_label, (role, ranks) in _group_ranks(config, declared.roles, stages).items()
-    }
+    plans = job_models.plan_memory(config)
     (label, memory), *other_plans = plans.items()
     facts = _facts(hf, critic_hf, served, config, declared)
     return Report(errors, warnings, facts, memory, label if other_plans else "", dict(other_plans))
@@ -337,7 +330,6 @@ def _validate_stages(
 ) -> Report:
     """Check the configuration of each stage by itself; facts and memory are those of the largest values of all."""
     try:
-        strict.check_dataclass(config)
         stages = {1: config} | parse_stages(config)
         for changed in stages.values():
             check_change(config, changed, "stages: ")
@@ -380,35 +372,6 @@ def _check_chats(
             attempt(data_checks.check_offered_by_files, config, declared, chat.catalog)
 
 
-def _group_ranks(config: Config, roles: Sequence[str], served: Iterable[str]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return a label for each set of ranks with the same models -> the role whose stages they are planned by, and the
-    ranks.
-
-    The actor's ranks come first; the role is one with engines if there are only engines. Functions need no significant
-    memory.
-    """
-    placement = placement_of(config)
-    trained = [role for role in ("actor", "reward_model", "critic") if role in roles]
-    trained += _other_trained(roles)
-    models = (*trained, *served, *list_engine_roles(config, roles))
-    ranks_by_models: dict[tuple[str, ...], list[int]] = {}
-    for rank in range(placement.world):
-        if local_models := tuple(role for role in models if rank in placement.ranks_of(role)):
-            ranks_by_models.setdefault(local_models, []).append(rank)
-    groups = sorted(ranks_by_models.items(), key=lambda group: models.index(group[0][0]))
-    return {_describe_ranks(placement, roles, ranks): (local_models[0], tuple(ranks)) for local_models, ranks in groups}
-
-
-def _other_trained(roles: Sequence[str]) -> list[str]:
-    """Return the actors and critics of other policies than the first."""
-    return [role for role in roles if split_role(role)[0] in ("actor", "critic") and split_role(role)[1]]
-
-
-def _describe_ranks(placement: Placement, roles: Sequence[str], ranks: Sequence[int]) -> str:
-    names = [role.replace("_", " ") for role in roles if set(ranks) <= set(placement.ranks_of(role))]
-    return f"rank{'s' if len(ranks) > 1 else ''} {format_ranges(ranks)}: {', '.join(names)}"
-
-
 def _facts(
     hf: HFConfig, critic_hf: HFConfig | None, served_models: ServedModels, config: Config, declared: Requirements
 ) -> dict[str, list[tuple[str, str]]]:
@@ -442,7 +405,7 @@ def _facts(
         layout += _describe_parallel(role_parallel(config, declared.main_role), "", bool(experts))
         layout.append(("layers by stage", " ".join(map(str, layers)) + parts))
     other_models = {} if critic_hf is None else {"critic": critic_hf}
-    other_models |= {role: served_models.trained_config(role) for role in _other_trained(roles)}
+    other_models |= {role: served_models.trained_config(role) for role in list_other_trained(roles)}
     other_models |= served_models.megatron_configs
     for role, role_model in other_models.items():
         has_layout = role != "critic" and role_settings(config, role).parallel

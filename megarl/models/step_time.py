@@ -1,4 +1,4 @@
-"""Model the seconds of a training step by layout, to rank the layouts that `tools/plan_memory.py` suggests.
+"""Model the seconds of a training step by layout, to rank the layouts of `parallel.auto` and `tools/plan_memory.py`.
 
 The constants are fitted to nine published runs (`models/README.md` compares them with the model); nothing has been
 measured on a GPU here. Experts get equal loads.
@@ -51,7 +51,7 @@ class StepTime:
     """Models one optimizer step on `tokens` tokens, in sequences of `length` tokens."""
 
     def __init__(self, hf: HFConfig, tokens: int, length: int, machine: GPUSpec) -> None:
-        self.hf, self.tokens, self.machine = hf, tokens, machine
+        self.hf, self.tokens, self.length, self.machine = hf, tokens, length, machine
         self.base = family_of(hf).megatron_config(hf)
         self.forward_flops = 2 * active_params(hf) * (1 + quadratic_cost(hf) * length)  # per token, forward pass
         self.expert_flops = 2 * active_expert_params(hf)  # of these, in experts
@@ -66,7 +66,8 @@ class StepTime:
         settings: Mapping[str, Any] = {**self.base, **config.model.megatron}
         tp, cp, pp, ep, etp = parallel.tp, parallel.cp, parallel.pp, parallel.ep, parallel.etp
         node, size = parallel.ranks_per_node, DTYPE_BYTES[config.model.dtype]
-        replica = self.tokens * tp * cp * pp / parallel.world_size  # tokens of a data parallel replica
+        # Tokens of a data parallel replica, of the busiest where there are fewer sequences than replicas.
+        replica = max(self.tokens * tp * cp * pp / parallel.world_size, min(self.length, self.tokens))
         group_tokens, hidden = replica / cp, int(settings["hidden_size"])  # tokens of a tensor parallel group
         stages = stage_layers(int(settings["num_layers"]), pp, settings, parallel.vpp)
         layers = max(len(stage) for stage in stages)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import resource
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
 
 import torch
 import torch.cuda.nvtx
@@ -28,8 +29,26 @@ def gpu_names() -> list[str]:
     """Return the GPUs of this machine with their memory; empty without a GPU."""
     if not _HAS_CUDA:
         return []
-    properties = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+    properties = [torch.cuda.get_device_properties(number) for number in range(count())]
     return [f"{gpu.name} ({gpu.total_memory / 1e9:.0f} GB)" for gpu in properties]
+
+
+def count() -> int:
+    """Return the number of GPUs of this machine."""
+    return torch.cuda.device_count() if _HAS_CUDA else 0
+
+
+def memory_bytes(num_ranks: int) -> int:
+    """Return the bytes of memory of the smallest device of `num_ranks` ranks on this machine.
+
+    Without a GPU an equal part of the host's memory, or of what its cgroup may use.
+    """
+    if _HAS_CUDA:
+        return min(torch.cuda.get_device_properties(number).total_memory for number in range(min(num_ranks, count())))
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError, ValueError):  # no cgroup, or no limit
+        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return total // num_ranks
 
 
 def backend() -> str:

@@ -184,8 +184,10 @@ def with_role(
             raise ConfigError(f"register_worker({role!r}): the {role} has no separate {name}; {remedy}")
         new_value = value
         if key == "parallel":
+            sizes = dict(parallel or {})
+            auto = tuple(name for name in config.parallel.auto if name not in sizes)
             new_value = strict.build_dataclass(
-                ParallelConfig, dict(parallel or {}), "parallel.", Config, config.parallel
+                ParallelConfig, sizes, "parallel.", Config, dataclasses.replace(config.parallel, auto=auto)
             )
         config = _replace_path(config, key.split("."), new_value)
     return config
@@ -369,6 +371,12 @@ def role_parallel(config: Config, role: str) -> ParallelConfig:
     for name in ("world_size", "ranks_per_node"):
         if name in overrides:
             raise ConfigError(f"{key}{name}: placement.{role} sets the ranks of the {role}; remove it")
+    for name in ("auto", "gpu_gb"):
+        if name in overrides:
+            raise ConfigError(
+                f"{key}{name}: the program chooses `parallel`, which the {role} shares by default; remove {key}{name}, "
+                "or set the sizes"
+            )
     tree = {**to_dict(default), **overrides, "world_size": len(placement_of(config).ranks_of(role))}
     parallel: ParallelConfig = strict.build_dataclass(ParallelConfig, tree, key, root=Config)
     return parallel

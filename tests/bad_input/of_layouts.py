@@ -160,4 +160,20 @@ CASES = [
         ("parallel.world_size=16", "data.prompts_per_step=16"),
     ),
     Case("no ranks", ("parallel.world_size", "at least 1"), ("parallel.world_size=0",)),
+    Case("another word than auto", ("parallel is a section of keys", "parallel.world_size"), ("parallel=automatic",)),
+    Case(
+        "an unknown key left to the program", ("parallel.auto[0] must be one of", "rollout.tp"), ("parallel.auto=[dp]",)
+    ),
+    Case("no memory to plan for", ("parallel.gpu_gb", "above 0"), ("parallel=auto", "parallel.gpu_gb=0")),
+    Case(
+        "memory in which no layout fits",
+        ("parallel.auto: no layout of 2 ranks with 0.001 GB", "parallel.gpu_gb", "lower train.max_tokens_per_gpu"),
+        ("parallel=auto", "parallel.world_size=2", "parallel.gpu_gb=0.001"),
+    ),
+    Case(
+        "a size beside which nothing divides",
+        ("parallel.world_size=2 is not a multiple of tp x pp = 3 x 1",),
+        ("parallel=auto", "parallel.tp=3", "parallel.world_size=2"),
+    ),
+    Case("a critic's layout left to the program", ("critic.parallel.auto",), ("critic.parallel={auto: true}",)),
 ]

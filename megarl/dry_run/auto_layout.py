@@ -1,0 +1,217 @@
+"""Choose what `parallel.auto` leaves to the program: the layout of the models and the size of the engines.
+
+The choice is a pure function of the configuration, the models' config.json and the memory of a rank. All ranks agree on
+the latter before (`flow.py`), so all of them choose the same, and so does a run that resumes in the same world.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megarl.config import Config, ConfigError
+from megarl.config.stages import largest_config
+from megarl.controllers.controller import load_requirements
+from megarl.dry_run import config_checks as checks
+from megarl.dry_run import model_folders
+from megarl.dry_run.job_models import JobModels, raise_failure
+from megarl.dry_run.suggest_layout import (
+    SIZES,
+    USABLE_FRACTION,
+    LayoutPlan,
+    Search,
+    layout_text,
+    select_best,
+)
+from megarl.engine.engine_backends import engine_backend
+from megarl.models.memory import StageMemory
+from megarl.models.step_time import GPUSpec, StepTime
+from megarl.parallel import device, rendezvous
+from megarl.parallel.placement import check_placement
+from megarl.rewards.reward_settings import check_reward
+from megarl.types.requirements import Requirements
+from megarl.workers.worker_registry import RegisteredWorker, check_roles, is_builtin, worker_options
+
+MAX_WORLD_FACTOR = 64  # of the number of ranks, up to which an error looks for one that fits
+_REMEDIES = {
+    "training": "lower train.max_tokens_per_gpu",
+    "generation": "lower rollout.concurrency or set rollout.sglang.max_total_tokens, which bound the KV cache, or set "
+    "train.offload=true",
+    "weight sync": "lower rollout.weight_sync_bucket_mb, or set train.offload=true",
+}
+
+
+@dataclass(frozen=True)
+class LayoutChoice:
+    """config: the configuration with the chosen keys, and with an empty `parallel.auto`. runner_up: the best of the
+    other layouts that fit and are about as fast; None without one."""
+
+    config: Config
+    chosen: LayoutPlan
+    runner_up: LayoutPlan | None
+    gpu_bytes: float
+
+    def describe(self) -> list[tuple[str, str]]:
+        """Return rows of (name, value)."""
+        rows = [("chosen", _describe_plan(self.chosen, self.gpu_bytes))]
+        if self.runner_up is not None:
+            rows.append(("runner-up", _describe_plan(self.runner_up, self.gpu_bytes)))
+        return rows
+
+
+def with_job_size(config: Config, num_nodes: int = 1) -> Config:
+    """Return the configuration with the `parallel.world_size` and `ranks_per_node` that `parallel.auto` leaves open.
+
+    They are those of the job that this process is a rank of. Without one they are the GPUs of this machine, as often as
+    there are nodes, or without a GPU one rank a node.
+    """
+    parallel, env = config.parallel, rendezvous.read_launch_env()
+    sizes: dict[str, Any] = {}
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 0) if env.is_launched else max(1, device.count())
+    if "world_size" in parallel.auto:
+        sizes["world_size"] = env.world if env.is_launched else num_nodes * ranks
+    if "ranks_per_node" in parallel.auto and ranks and (env.is_launched or "world_size" in parallel.auto):
+        sizes["ranks_per_node"] = ranks
+    auto = tuple(key for key in parallel.auto if key not in ("world_size", "ranks_per_node"))
+    return replace(config, parallel=replace(parallel, **sizes, auto=auto))
+
+
+def rank_memory_bytes(config: Config) -> int:
+    """Return the bytes of memory of a rank on this machine."""
+    return device.memory_bytes(min(config.parallel.world_size, config.parallel.ranks_per_node))
+
+
+def choose_layout(
+    config: Config, registered: Mapping[str, RegisteredWorker], dry_run: bool, gpu_bytes: int = 0
+) -> LayoutChoice:
+    """Choose the keys in `parallel.auto`. Raises ConfigError if the configuration is invalid, or nothing fits.
+
+    gpu_bytes: memory of a rank if `parallel.gpu_gb` is not set; 0 for that of this machine.
+    """
+    config = with_job_size(config)
+    declared = load_requirements(config)
+    check_roles(config, declared, registered)
+    if declared.has_rollout:
+        engine_backend(config)  # raises for an unknown engine
+    models = _read_models(config, declared, registered, dry_run)
+    size = (config.parallel.gpu_gb or 0) * 1e9 or gpu_bytes or rank_memory_bytes(config)
+    base = _with_open_keys(largest_config(config) if config.stages else config)
+    ones: dict[str, Any] = dict.fromkeys(SIZES, 1)
+    check_placement(replace(base, parallel=replace(base.parallel, **ones)), declared.roles, [])
+    search = Search(models, base, size, _step_time(models, base), frozenset(config.parallel.auto))
+    fitting, closest = search.run(exhaustive=False)
+    if not fitting:
+        raise _nothing_fits(search, closest)
+    chosen = _select_syncable(models, list(fitting))
+    others = [plan for plan in fitting if plan.config.parallel != chosen.config.parallel]
+    chosen_config = replace(
+        config,
+        parallel=chosen.config.parallel,
+        rollout=replace(config.rollout, tp=chosen.config.rollout.tp, ep=chosen.config.rollout.ep),
+        model=replace(config.model, megatron=chosen.config.model.megatron),
+    )
+    return LayoutChoice(chosen_config, chosen, select_best(others) if others else None, size)
+
+
+def _read_models(
+    config: Config, declared: Requirements, registered: Mapping[str, RegisteredWorker], dry_run: bool
+) -> JobModels:
+    warnings: list[str] = []  # `validate` repeats them
+    reward = registered.get("reward", RegisteredWorker())
+    has_builtin_reward = "reward" in declared.roles and is_builtin(config, declared, "reward", reward)
+    if has_builtin_reward:
+        check_reward(config, declared, worker_options(config, "reward", reward))
+    hf, critic_hf = model_folders.policy_and_critic(config, declared, dry_run, warnings)
+    served = model_folders.read_served_models(hf, config, declared, registered, has_builtin_reward, dry_run, warnings)
+    return JobModels(hf, critic_hf, served, declared)
+
+
+def _with_open_keys(config: Config) -> Config:
+    """Return the configuration with the keys in `parallel.auto` at 1, or unset."""
+    auto, model = config.parallel.auto, config.model
+    sizes: dict[str, Any] = {name: 1 for name in SIZES if name in auto}
+    engine: dict[str, Any] = {name: 1 for name in ("tp", "ep") if f"rollout.{name}" in auto}
+    if "recompute" in auto:
+        settings = {name: value for name, value in model.megatron.items() if not name.startswith("recompute_")}
+        model = replace(model, megatron=settings)
+    parallel = replace(config.parallel, auto=(), **sizes)
+    return replace(config, parallel=parallel, rollout=replace(config.rollout, **engine), model=model)
+
+
+def _step_time(models: JobModels, config: Config) -> StepTime:
+    """Return the model of an optimizer step of this configuration, in which a sequence has half of the tokens of
+    `rollout.max_context`."""
+    run, length = config.run, max(1, config.rollout.max_context // 2)
+    updates = max(1, run.num_update // run.ppo_epochs)
+    sequences = max(1, checks.sequences_per_step(config, models.declared) // updates)
+    sequences *= 2 if models.declared.item == "pairs" else 1
+    return StepTime(models.hf, sequences * length, length, GPUSpec())
+
+
+def _select_syncable(models: JobModels, plans: list[LayoutPlan]) -> LayoutPlan:
+    """Select the best layout whose weights can be synced with the engines. Raises ConfigError if there is none."""
+    while True:
+        best = select_best(plans)
+        try:
+            models.check_weight_syncs(best.config, raise_failure)
+            return best
+        except ConfigError:
+            plans.remove(best)
+            if not plans:
+                raise
+
+
+def _describe_plan(plan: LayoutPlan, gpu_bytes: float) -> str:
+    parallel, rollout = plan.config.parallel, plan.config.rollout
+    recompute = "no recomputation" if plan.recompute == "none" else f"{plan.recompute} recomputation"
+    engines = f", engines of TP{rollout.tp} EP{rollout.ep}" if any(stage.generation for stage in plan.memory) else ""
+    time = f", modelled {plan.total:.3g} s an update on H100s" if plan.seconds else ""
+    memory = f"{plan.peak / 1e9:.3g} of {gpu_bytes / 1e9:.3g} GB"
+    return f"{layout_text(parallel)} on {parallel.world_size} ranks, {recompute}{engines}: {memory}{time}"
+
+
+def _nothing_fits(search: Search, closest: LayoutPlan) -> ConfigError:
+    """Return the error for a search in which nothing fits: what the closest layout needs, on how many GPUs something
+    fits, and what would need less."""
+    search.models.check_training(closest.config, raise_failure)  # keys that the user has set may be what is wrong
+    search.models.check_engines(closest.config, raise_failure)
+    fullest = max(closest.memory, key=lambda stage: stage.peak)
+    phases = {"generation": fullest.generation_total, "weight sync": fullest.weight_sync_total}
+    phase, needed = "training", closest.training_peak
+    if search.fits_training(closest):
+        phase, needed = max(phases, key=lambda name: phases[name]), closest.peak
+    world, remedy = find_smallest_world(search, fullest), _REMEDIES[phase]
+    if world:
+        remedy = f"{world} such ranks are enough (parallel.world_size); or {remedy}"
+    parallel = search.config.parallel
+    return ConfigError(
+        f"parallel.auto: no layout of {parallel.world_size} ranks with {search.gpu_bytes / 1e9:.3g} GB each "
+        f"(parallel.gpu_gb) fits {Path(search.config.model.path or search.config.model.hf_config).name}: the closest, "
+        f"{layout_text(closest.config.parallel)}, needs {needed / USABLE_FRACTION / 1e9:.3g} GB, in {phase}; "
+        f"{remedy}"
+    )
+
+
+def find_smallest_world(search: Search, fullest: StageMemory) -> int:
+    """Return the smallest number of ranks, by doubling, for which a layout fits; 0 if there is none up to
+    `MAX_WORLD_FACTOR` times as many, or if `placement` names ranks."""
+    config = search.config
+    if config.placement:
+        return 0
+    # The states are divided by twice as many ranks at best.
+    needed = sum(fullest.states.values()) / (USABLE_FRACTION * search.gpu_bytes)
+    factor = 2
+    while factor <= MAX_WORLD_FACTOR:
+        parallel = replace(config.parallel, world_size=config.parallel.world_size * factor)
+        if factor >= needed:
+            larger = replace(config, parallel=parallel)
+            with suppress(ConfigError):
+                checks.check_nodes(larger, search.models.declared)
+                if replace(search, config=larger).has_fitting():
+                    return parallel.world_size
+        factor *= 2
+    return 0
