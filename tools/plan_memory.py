@@ -152,6 +152,7 @@ NAMES = {
     "context": "context parallel traffic",
     "expert": "expert parallel traffic",
     "data": "gradients and weights between replicas",
+    "host": "the update of offloaded states on the host",
     "pipeline": "pipeline traffic",
     "waits": "waiting in the pipeline",
 }
