@@ -259,13 +259,14 @@ def model_state_bytes(model: Any) -> dict[str, int]:
 
     Weights include the routers' expert biases. Gradients are Megatron's buffers, which pad parameters to multiples of
     64 elements. The optimizer's are this rank's moments, and master weights unless they are the model's own weights.
+    States on the host do not count.
     """
-    from megarl.megatron.optimizer import state_tensors
+    from megarl.megatron.optimizer import device_state_tensors
 
     weights = list(model.local_params().values())
     buffers = [buffer for chunk in model.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     weight_storages = {tensor.untyped_storage().data_ptr() for tensor in weights}
-    states = [tensor for tensor in state_tensors(model.optimizer) if tensor.dim()]  # without step counts
+    states = [tensor for tensor in device_state_tensors(model.optimizer) if tensor.dim()]  # without step counts
     separate = [tensor for tensor in states if tensor.untyped_storage().data_ptr() not in weight_storages]
     return {
         "weights": sum(tensor.nbytes for tensor in weights),
