@@ -24,6 +24,7 @@ def test_host_takes_the_same_steps(results: list[dict[str, Any]], case: str) -> 
     for rank, result in enumerate(results):
         numbers = result[case]
         share = numbers.pop("share")
+        assert 0.0 < numbers.pop("fused") < 1e-3, rank  # of the learning rate, after three steps
         assert numbers.pop("restored") == numbers.pop("resumed") == [True] * 3, rank
         assert set(numbers.values()) == {True}, (rank, numbers)
         assert share == 1.0 if "a " not in case else 0.3 < share < 0.9  # whole parameters, at least the share
