@@ -22,12 +22,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import Config, ConfigError
 from megarl.config.command_line import Parser, parse_path_text, run_cli
-from megarl.engine.engine_protocol import NOT_RECORDED, Generation, Policy, RecordedPrefix, TokenCallback
+from megarl.engine.engine_protocol import NOT_RECORDED, Engine, Generation, Policy, RecordedPrefix, TokenCallback
 from megarl.engine.tool_calls import ParseFunction, check_parser, make_parser
 from megarl.environments.process_sessions import EnvironmentPool, EnvironmentSession
 from megarl.environments.protocol import SessionLost, ToolResult
@@ -36,9 +36,6 @@ from megarl.processes.temp_folders import TempFolder
 from megarl.rollout.conversation import RolloutContext, build_sampling_params, derive_seed, run_conversation
 from megarl.rollout.partial_rollouts import PartialRollout
 from megarl.types import Ids, Message, Prompt, RewardResult, as_token_ids
-
-if TYPE_CHECKING:
-    from megarl.engine.sglang_engine import Engine
 
 INPUT_MARK = "> "
 
@@ -109,7 +106,7 @@ def run_chat(options: Namespace) -> int:
 def converse(config: Config, options: Namespace) -> int:
     """Start an engine and answer line by line."""
     from megarl.dry_run.validation import validate
-    from megarl.engine.sglang_engine import Engine
+    from megarl.engine.engine_backends import engine_backend
     from megarl.environments.catalog import load_catalog
 
     if config.parallel.world_size > config.rollout.tp:
@@ -120,7 +117,7 @@ def converse(config: Config, options: Namespace) -> int:
         raise ConfigError(f"{agents[0]} is an agent, which talks to the policy by itself; name an environment or tools")
     chat = ChatTemplate.load(config.model.path, catalog.tools, catalog.environments)
     chat.check_tools()
-    engine = Engine(config)
+    engine = engine_backend(config).make_engine(config)
     print(f"starting {config.model.path} ...", flush=True)
     try:
         engine.start()
@@ -128,7 +125,7 @@ def converse(config: Config, options: Namespace) -> int:
         parser, marker = engine.tool_call_parser, engine.tool_call_marker
         if chat.tools:
             limit, of_family = config.rollout.request_timeout, not config.rollout.tool_call_parser
-            if complaint := check_parser(chat, engine.url, engine.api_key, parser, marker, limit, of_family):
+            if complaint := check_parser(chat, engine.connect(limit), parser, marker, of_family):
                 raise ConfigError(complaint)
         print(f"with {describe_tools(chat)}; /reset starts over, /quit exits", flush=True)
         with asyncio.Runner() as runner:
@@ -181,10 +178,7 @@ def read_lines(runner: asyncio.Runner, conversation: ChatConversation, engine: E
 
 
 async def _answer_line(conversation: ChatConversation, engine: Engine, config: Config, line: str) -> str:
-    from megarl.engine.client import Client
-
-    timeout = config.rollout.request_timeout
-    async with Client(engine.url, engine.api_key, timeout, None, engine.weight_version) as client:
+    async with engine.connect(config.rollout.request_timeout) as client:
         parse = make_parser(client, engine.tool_call_parser, engine.tool_call_marker)
         return await conversation.send(line, client, parse)
 

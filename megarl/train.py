@@ -107,8 +107,8 @@ def start_ranks(config: Config, arguments: Sequence[str]) -> int:
     """Check the configuration, run this program as all ranks on this machine, and return their exit status."""
     from megarl.controllers.controller import load_requirements
     from megarl.dry_run.validation import validate
+    from megarl.engine.engine_backends import engine_backend
     from megarl.engine.engine_host import HOST_VARIABLE
-    from megarl.engine.sglang_engine import start_host
     from megarl.launch import launcher, restarts
     from megarl.observe import run_folder
     from megarl.parallel.placement import describe_rank_roles
@@ -136,7 +136,9 @@ def start_ranks(config: Config, arguments: Sequence[str]) -> int:
         host = None
         if list_engine_roles(config, requirements.roles) and HOST_VARIABLE not in os.environ:
             with launcher.block_signals((signal.SIGINT, signal.SIGUSR1)):
-                host = start_host(config)  # shared by all engines; they load while the ranks start
+                host = engine_backend(config).start_host(
+                    config
+                )  # shared by all engines; they load while the ranks start
             environment = {**environment, HOST_VARIABLE: host.path}
         try:
             with serve_local_store() as store_env:

@@ -38,7 +38,7 @@ def run_ranks() -> RankJobs:
 def host() -> Iterator[str]:
     """Socket of an engine host. Engines forked from it skip the import of SGLang, ten seconds of a core."""
     from megarl.config import Config
-    from megarl.engine.sglang_engine import start_host
+    from megarl.engine.sglang.sglang_engine import start_host
 
     host = start_host(Config(), threads=1)
     yield host.path

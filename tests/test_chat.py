@@ -10,14 +10,14 @@ import pytest
 from training_run import make_folder
 
 from megarl import chat as program
-from megarl.engine.sglang_engine import Engine
+from megarl.engine.sglang.sglang_engine import SGLangEngine
 
 pytestmark = pytest.mark.alone
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with mock.patch.object(Engine, "start", lambda self: pytest.fail("it was started")):
+    with mock.patch.object(SGLangEngine, "start", lambda self: pytest.fail("it was started")):
         yield make_folder(tmp_path_factory.mktemp("quickstart") / "q", "qwen3_moe") / "model"
 
 

@@ -152,6 +152,18 @@ def test_pure_packages_import_no_distributed_code() -> None:
     assert not dependencies
 
 
+def test_only_its_folder_imports_an_engine() -> None:
+    """Everything else knows engines by `engine_protocol`, except that tool calls have SGLang's parsers."""
+    users = {
+        module
+        for module in FILES
+        for name in imports(module)
+        if starts_with(name, "sglang", "megarl.engine.sglang")
+        and not starts_with(module, "megarl.engine.sglang", "megarl.cpu")
+    }
+    assert users == {"megarl.engine.tool_calls", "megarl.dry_run.data_checks"}
+
+
 def test_algorithms_import_types_and_torch_only() -> None:
     """They may also import the types of a loss's options."""
     stdlib = ("__future__", "bisect", "collections", "dataclasses", "math", "typing")

@@ -29,6 +29,7 @@ TEXT_KEYS = {
     "reward.functions",
     "rollout.environments",
     "rollout.pass_env",
+    "rollout.engine",
     "rollout.tool_call_parser",
     "rollout.tools",
     "sandbox.backend",

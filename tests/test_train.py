@@ -13,7 +13,8 @@ import pytest
 
 from megarl.config import load_config
 from megarl.dry_run import validation
-from megarl.engine import engine_host, sglang_engine
+from megarl.engine import engine_host
+from megarl.engine.sglang.sglang_backend import SGLangBackend
 from megarl.launch import launcher
 from megarl.launch.exit_status import RunOutcome
 from megarl.train import main, start_ranks
@@ -148,7 +149,7 @@ def test_launcher_starts_one_engine_host_for_all_ranks(monkeypatch: pytest.Monke
     host_sockets: list[str | None] = []
     closed: list[bool] = []
     host = SimpleNamespace(path="/the/socket", close=lambda: closed.append(True))
-    monkeypatch.setattr(sglang_engine, "start_host", lambda config: host)
+    monkeypatch.setattr(SGLangBackend, "start_host", lambda self, config: host)
     monkeypatch.setattr(validation, "validate", lambda config: validation.Report([], [], {}, []))
 
     def run(self: launcher.Launch, environment: dict[str, str]) -> tuple[RunOutcome, None]:

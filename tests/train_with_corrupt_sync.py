@@ -11,10 +11,11 @@ from collections.abc import Mapping
 
 import torch
 
-from megarl.engine.sglang_engine import allocate
+from megarl.engine.sglang.sglang_backend import SGLangBackend
 from megarl.engine.weight_sender import WeightSender
 from megarl.flow import HybridFlow
 from megarl.launch.exit_status import exit_on_error
+from megarl.parallel.device import allocate_shared
 from megarl.workers.weight_sync import WeightSync
 
 TENSOR = "model.layers.1.self_attn.o_proj.weight"
@@ -25,12 +26,12 @@ def sync_and_corrupt(self: WeightSync, local: Mapping[str, torch.Tensor], versio
     done = sync(self, local, version)
     if version == 1 and self.engine_rank is not None:
         self._run_on_engine(lambda engine: engine.begin_update())
-        sender = WeightSender(self.engine, self.collect)
+        sender = WeightSender(SGLangBackend(), self.engine, self.collect)
         dtype, shape = sender.send_order({"do": "describe"})["tensors"][TENSOR]
         data = torch.randn(math.prod(shape)).to(getattr(torch, dtype)).view(torch.uint8)
-        staging = allocate(len(data)).copy_(data)
+        staging = allocate_shared(len(data)).copy_(data)
         all_rows = [TENSOR, -1, 0, shape[0], 0, shape[1], 0, -1]
-        sender.open([staging, allocate(1)])
+        sender.open([staging, allocate_shared(1)])
         sender(staging, {"do": "write", "version": 1, "tensor_dtype": {TENSOR: dtype}, "slices": [all_rows]})
         assert sender.wait_pending() == {"wrong": []}
         sender.close()

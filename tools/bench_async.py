@@ -23,7 +23,7 @@ from pathlib import Path
 from megarl.config import ConfigError, load_config
 from megarl.config.command_line import Parser, int_in_range, run_cli
 from megarl.engine.engine_host import HOST_VARIABLE
-from megarl.engine.sglang_engine import start_host
+from megarl.engine.sglang.sglang_engine import start_host
 from megarl.observe.tracker import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]

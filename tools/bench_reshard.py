@@ -1,6 +1,8 @@
-"""Three ways to bring a small MoE's weights from a trainer's ranks to engines' shards, side by side in one run:
+"""Ways to bring a small MoE's weights from a trainer's ranks to engines' shards, side by side in one run:
 
   reshard   MegaRL's: each rank sends what others need and lack, see megarl/reshard
+  changes   the same with rollout.sync_changes_only: between nodes, only words that have changed; before each sync a
+            share --changed of the weights gets a new sign
   gather    every rank gathers all full tensors and slices its own shards out of them, as most frameworks do
   megatron  megatron.core.resharding, which moves weights into another Megatron layout; see `Megatron` below
 
@@ -65,7 +67,8 @@ def model(hidden: int) -> dict[str, Any]:
 class Case:
     """This rank's shards in the trainer, and buffers for those of its engine."""
 
-    def __init__(self, hf: dict[str, Any], nodes: int) -> None:
+    def __init__(self, hf: dict[str, Any], nodes: int, changed: float) -> None:
+        self.changed = changed
         world = int(os.environ["WORLD_SIZE"])
         tp, pp, ep, engine = LAYOUTS[world]
         self.hf, self.ranks_per_node = hf, world // nodes
@@ -123,16 +126,44 @@ class Reshard:
         self.executor.num_syncs = 1  # do not verify; the other methods do not either
 
     def __call__(self) -> None:
-        self.executor.sync(self.case.local, self.write, version=1)
+        self.executor.sync(self.case.local, self.execute, version=1)
 
     def find_wrong(self) -> list[str]:
         return self.case.find_wrong()
 
-    def write(self, buffer: torch.Tensor, order: dict[str, Any], draft: bool) -> None:
+    def execute(self, buffer: torch.Tensor, order: dict[str, Any], draft: bool) -> None:
+        """Do what an engine does for an order to write or read."""
         for name, index, r0, r1, c0, c1, offset, _ in order["slices"]:
             tensor = self.case.engine_tensors[name] if index < 0 else self.case.engine_tensors[name][index]
             target = (tensor if tensor.dim() == 2 else tensor[:, None])[r0:r1, c0:c1]
-            target.copy_(buffer[offset : offset + target.numel() * 4].view(torch.float32).view(target.shape))
+            box = buffer[offset : offset + target.numel() * 4].view(torch.float32).view(target.shape)
+            if order["do"] == "read":
+                box.copy_(target)
+            else:
+                target.copy_(box)
+
+
+class Changes(Reshard):
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.changed = {}  # the same weights on all ranks that hold a shard
+        for name, shard in case.local.items():
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            self.changed[name] = torch.rand(shard.shape, generator=generator) < case.changed
+        self.is_original = True
+
+    def __call__(self) -> None:
+        if self.executor.base_version is not None:
+            self.is_original = not self.is_original
+            for name, mask in self.changed.items():
+                self.case.local[name][mask] *= -1
+        super().__call__()
+        self.executor.keep_base(self.case.local, version=1)
+
+    def find_wrong(self) -> list[str]:
+        if not self.is_original:
+            self()
+        return super().find_wrong()
 
 
 class Gather:
@@ -249,13 +280,14 @@ class Megatron:
 METHODS: dict[str, type[Reshard] | type[Gather] | type[Megatron]] = {
     "reshard": Reshard,
     "gather": Gather,
+    "changes": Changes,
     "megatron": Megatron,
 }
 
 
 def run_rank(options: argparse.Namespace) -> None:
     torch.manual_seed(0)
-    case = Case(model(options.hidden), options.nodes)
+    case = Case(model(options.hidden), options.nodes, options.changed)
     begin = time.perf_counter()
     method = METHODS[options.way](case)
     result: dict[str, Any] = {"prepare_s": time.perf_counter() - begin, "seconds": []}
@@ -272,14 +304,12 @@ def run_rank(options: argparse.Namespace) -> None:
             result["first_s"] = max(
                 row[0] for row in rank_results
             )  # includes connecting, and planning if that happens on the first call
-            wrong_names = [name for names in ranks.all_gather_objects(method.find_wrong()) for name in names]
-            result["wrong"] = (
-                f"{len(wrong_names)} tensors have wrong values, such as {wrong_names[0]}" if wrong_names else ""
-            )
             continue
         result["seconds"].append(max(row[0] for row in rank_results))
         result["peak_mib"] = max(row[1] for row in rank_results) / 2**20
         result["wire_mib"] = sum(wire[:: case.ranks_per_node]) / 2**20 if options.nodes > 1 else wire[0] / 2**20
+    wrong_names = [name for names in ranks.all_gather_objects(method.find_wrong()) for name in names]
+    result["wrong"] = f"{len(wrong_names)} tensors have wrong values, such as {wrong_names[0]}" if wrong_names else ""
     result["model_mib"] = sum(param.size for param in case.params) * 4 / 2**20
     print("RESULT " + json.dumps(result), flush=True)
 
@@ -323,6 +353,8 @@ def start(world: int, method: str, options: argparse.Namespace) -> dict[str, Any
             str(options.hidden),
             "--nodes",
             str(options.nodes),
+            "--changed",
+            str(options.changed),
         ]
         command = [*prefix, sys.executable, __file__, "--interface", interface, *arguments]
         processes.append(
@@ -401,6 +433,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--gbit", type=float_in_range(most=1000), default=1.0)
     parser.add_argument("--repeats", type=int_in_range(most=10**6), default=5)
     parser.add_argument("--hidden", type=int_in_range(64, 1 << 14), default=512, help="a multiple of 64")
+    parser.add_argument("--changed", type=float_in_range(most=1), default=0.02)
     parser.add_argument("--json", type=Path)
     for hidden in ("--interface", "--way"):  # arguments of a rank, which this program starts
         parser.add_argument(hidden, help=argparse.SUPPRESS)

@@ -45,10 +45,10 @@ import numpy as np
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import Config, RolloutConfig, from_dict
 from megarl.config.command_line import Parser, int_in_range, run_cli
-from megarl.engine.client import Client
 from megarl.engine.engine_host import HOST_VARIABLE
 from megarl.engine.engine_protocol import NOT_RECORDED, Generation, Policy, RecordedPrefix
-from megarl.engine.sglang_engine import Engine, start_host
+from megarl.engine.sglang.sglang_client import SGLangClient
+from megarl.engine.sglang.sglang_engine import SGLangEngine, start_host
 from megarl.engine.tool_calls import ParsedResponse
 from megarl.models.registry import load_hf_config
 from megarl.models.routing import routing_shape
@@ -176,7 +176,7 @@ def play_clients(pipe: Any, other_end: Any, options: argparse.Namespace) -> None
             await asyncio.gather(*(converse(number, http, *session) for number, session in enumerate(sessions)))
 
     async def run_direct(request: Direct) -> None:
-        async with Client(*request.engine) as client:
+        async with SGLangClient(*request.engine) as client:
             await run_loop(client, chats[0], request.session_prompts, request.params, options)
         pipe.send(len(request.session_prompts))
 
@@ -193,7 +193,7 @@ def play_clients(pipe: Any, other_end: Any, options: argparse.Namespace) -> None
 
 
 async def compare(
-    chat: ChatTemplate, config: RolloutConfig, engine: Engine | None, options: argparse.Namespace, clients: Any
+    chat: ChatTemplate, config: RolloutConfig, engine: SGLangEngine | None, options: argparse.Namespace, clients: Any
 ) -> dict[str, list[tuple[float, float]]]:
     """Return (seconds, CPU seconds of this process) of every round, by method."""
     times: dict[str, list[tuple[float, float]]] = {
@@ -206,7 +206,7 @@ async def compare(
         if engine is not None:
             shape = routing_shape(load_hf_config(engine.config.model.path), {})
             engine_settings = (engine.url, engine.api_key, 600.0, shape, engine.weight_version)
-            policy = await stack.enter_async_context(Client(*engine_settings))
+            policy = await stack.enter_async_context(SGLangClient(*engine_settings))
         server = SessionServer(chat, parse, config)
         await server.start()
         stack.push_async_callback(server.aclose)
@@ -292,7 +292,7 @@ def _run_benchmark(options: argparse.Namespace, run: Path, clients: Any) -> dict
         return asyncio.run(compare(chat, config.rollout, None, options, clients))
     host = start_host(config, threads=1)
     os.environ[HOST_VARIABLE] = host.path
-    engine = Engine(config, threads=1)
+    engine = SGLangEngine(config, threads=1)
     try:
         engine.start()
         engine.wait_ready()

@@ -38,10 +38,9 @@ import numpy as np
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import from_dict
 from megarl.config.command_line import Parser, int_in_range, run_cli
-from megarl.engine.client import Client
+from megarl.engine.engine_backends import engine_backend
 from megarl.engine.engine_host import HOST_VARIABLE
-from megarl.engine.engine_protocol import NOT_RECORDED, Generation, Policy, RecordedPrefix
-from megarl.engine.sglang_engine import Engine, start_host
+from megarl.engine.engine_protocol import NOT_RECORDED, Engine, EngineClient, Generation, Policy, RecordedPrefix
 from megarl.engine.tool_calls import ParsedResponse, ToolCall
 from megarl.environments.catalog import load_tools
 from megarl.environments.protocol import ToolResult
@@ -79,7 +78,7 @@ class FixedLengthEngine:
     """Engine that writes each turn's planned number of tokens and then ends it, so that the conversation calls a
     tool."""
 
-    def __init__(self, client: Client, end: int, options: argparse.Namespace) -> None:
+    def __init__(self, client: EngineClient, end: int, options: argparse.Namespace) -> None:
         self._client, self._end, self._options = client, end, options
         self._remaining: dict[int, list[int]] = {}
         """Lengths of the remaining turns, by the seeds of conversations."""
@@ -162,7 +161,7 @@ async def parse(text: str, schemas: Any) -> ParsedResponse:
 async def compare(engine: Engine, chat: ChatTemplate, options: argparse.Namespace) -> dict[str, list[float]]:
     """Return the seconds of every round of both methods, and those of waiting alone."""
     times: dict[str, list[float]] = {TURNS: [], LOOP: [], f"{TURNS}, waiting alone": [], f"{LOOP}, waiting alone": []}
-    async with Client(engine.url, engine.api_key, 600.0, None, engine.weight_version) as client:
+    async with engine.connect(600.0) as client:
         short = argparse.Namespace(**{**vars(options), "turns": 2})
         for method in (TURNS, LOOP):  # warm-up, not counted
             await timed(engine, chat, short, client, method, 0)
@@ -186,7 +185,12 @@ def seeds(options: argparse.Namespace, number: int) -> list[str]:
 
 
 async def timed(
-    engine: Engine, chat: ChatTemplate, options: argparse.Namespace, client: Client, method: str, number: int
+    engine: Engine,
+    chat: ChatTemplate,
+    options: argparse.Namespace,
+    client: EngineClient,
+    method: str,
+    number: int,
 ) -> float:
     """Return the seconds of one round of one method."""
     prompts = []
@@ -231,9 +235,9 @@ def run(options: argparse.Namespace) -> int:
         tree = settings(options, options.concurrency)
         config = from_dict({**tree, "run": {"dir": folder}})
         chat = ChatTemplate.load(config.model.path, load_tools(config.rollout.tools))
-        host = start_host(config, threads=1)
+        host = engine_backend(config).start_host(config, threads=1)
         os.environ[HOST_VARIABLE] = host.path
-        engine = Engine(config, threads=1)
+        engine = engine_backend(config).make_engine(config, threads=1)
         try:
             engine.start()
             engine.wait_ready()

@@ -146,7 +146,7 @@ def engine_gap(family: str, layout: str) -> dict[str, float]:
 
     from megarl.config import from_dict
     from megarl.cpu.sglang_images import request_images
-    from megarl.engine.sglang_engine import Engine
+    from megarl.engine.engine_backends import engine_backend
     from megarl.types import unpack_images
 
     batch, model = tiny.batch(), tiny.hf_model(family)
@@ -162,7 +162,8 @@ def engine_gap(family: str, layout: str) -> dict[str, float]:
         if any(Path(path).glob("*.py")):  # the class of config.json, if transformers has none
             rollout["sglang"] = {"trust_remote_code": True}
         settings = {"run": {"dir": folder}, "model": {"path": path, "dtype": "float32"}, "rollout": rollout}
-        engine = Engine(from_dict(settings), threads=1)
+        config = from_dict(settings)
+        engine = engine_backend(config).make_engine(config, threads=1)
         engine.start()
         try:
             engine.wait_ready()

@@ -32,7 +32,7 @@ from megarl.config import ConfigError, from_dict, load_config
 from megarl.config.command_line import Parser, run_cli
 from megarl.config.recipes import RECIPES
 from megarl.controllers.controller import load_requirements
-from megarl.engine.sglang_engine import start_host
+from megarl.engine.sglang.sglang_engine import start_host
 
 matplotlib.use("Agg")
 CONFIG = "configs/quickstart.yaml"

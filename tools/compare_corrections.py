@@ -28,7 +28,7 @@ import trials
 
 from megarl.config import ConfigError, load_config
 from megarl.config.command_line import Parser, int_in_range, run_cli
-from megarl.engine.sglang_engine import start_host
+from megarl.engine.sglang.sglang_engine import start_host
 
 CONFIG = "configs/quickstart_async.yaml"
 CORRECTIONS: dict[str, tuple[str, ...]] = {

@@ -35,6 +35,7 @@ from megarl.config.command_line import (
 )
 from megarl.controllers.controller import load_requirements
 from megarl.dry_run.suggest_layout import check_feasible, split_layers
+from megarl.engine.engine_backends import plan_from_config
 from megarl.models.family import HFConfig
 from megarl.models.fp8 import BLOCK
 from megarl.models.int4 import is_int4
@@ -50,7 +51,6 @@ from megarl.reshard.plan.cost_report import (
     render_page,
     summarize,
 )
-from megarl.reshard.plan.from_config import plan_from_config
 from megarl.reshard.plan.layout import EngineLayout, TrainLayout, Wire, build_rank_map, even_stages
 
 FOLDER = Path(__file__).resolve().parents[1] / "configs/models"

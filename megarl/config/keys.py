@@ -369,12 +369,19 @@ class RolloutConfig:
     verify_weights_every: PositiveInt = 20
     """Engine weights are verified bit by bit on the first and every N-th weight sync; the other syncs verify a 1/N
     sample."""
+    sync_changes_only: bool = False
+    """Between nodes, weight syncs send only the 16-bit words that have changed since the last sync; the engines get the
+    same bits. Pays where the network is slow and most weights keep their bits: BF16 with a small learning rate. Each
+    rank keeps a copy of its shards in host memory, and engines that sleep keep their weights there. The first sync, and
+    the first after the restart of an engine, send everything."""
     replay: PathStr = ""
     """Run folder whose recorded rollouts are used instead of generating: for training without engines, debugging and
     exact repeats. Each generation of a step gets the rollouts of the same generation of the recorded step, however they
     were generated; keys that concern engines alone (`rollout.asynchronous`, `rollout.oversample` ...) then have no
     effect. `RUN@7` starts with the rollouts of step 7. With several policies, each replays its own
     recording."""
+    engine: str = "sglang"
+    """Engine that generates: `sglang`, or a fork's own as `module:name`, see `megarl/engine/README.md`."""
     sglang: dict[str, Any] = field(default_factory=dict)
     """Further fields of SGLang's ServerArgs, by SGLang's names."""
 

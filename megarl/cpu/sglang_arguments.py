@@ -1,4 +1,4 @@
-"""SGLang's settings and environment on a machine without a GPU. The counterpart is `engine/engine_cuda.py`."""
+"""SGLang's settings and environment on a machine without a GPU. The counterpart is `engine/sglang/sglang_cuda.py`."""
 
 from __future__ import annotations
 
@@ -91,13 +91,8 @@ def environment(tp: int, engines: int, threads: int) -> dict[str, str]:
     }
 
 
-def allocate(size: int) -> torch.Tensor:
-    """Allocate a [size] uint8 tensor that `pack` can share."""
-    return shared_memory.empty((size,), torch.uint8)
-
-
 def pack(tensors: NamedTensors) -> bytes:
-    """Pack tensors in memory of `allocate` for a process on this machine, as a pickle of [("shared", tensor)].
+    """Pack tensors of `device.allocate_shared` for a process on this machine, as a pickle of [("shared", tensor)].
 
     The tensor's bytes are JSON with the shared-memory handle of each tensor. torch's own sharing starts a helper
     process; when that is killed, nothing can be shared any more and freeing shared memory aborts this process.

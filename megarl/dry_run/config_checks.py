@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from megarl.checkpoint import disk_space
-from megarl.config import Config, ConfigError, DataConfig, LoraConfig, server_args
+from megarl.config import Config, ConfigError, DataConfig, LoraConfig
 from megarl.config.paths import is_hub_name
 from megarl.controllers.mini_batches import load_policy_loss
 from megarl.data.datasets import check_first_rows, iter_prompts
 from megarl.data.loader import check_files, check_no_nan
-from megarl.engine import tool_calls
+from megarl.engine.engine_backends import engine_backend
 from megarl.environments.catalog import COLUMN
 from megarl.models import megatron_fields, qwen_vl
 from megarl.models.config_json import rope_options
@@ -163,24 +163,8 @@ def check_engine(hf: HFConfig, config: Config) -> None:
             "engine, to another policy than the one trained; name other layers in lora.target_modules, such as "
             "linear_proj"
         )
-    rollout, sglang = config.rollout, config.rollout.sglang
-    server_args.check(sglang)
-    tool_calls.parser_name(config.rollout.tool_call_parser, hf)
-    for name in ("max_total_tokens", "context_length"):
-        if sglang.get(name) is not None and sglang[name] < rollout.max_context:
-            raise ConfigError(
-                f"rollout.sglang.{name}={sglang[name]} is less than one conversation of {rollout.max_context=} tokens; "
-                "raise the first or lower the second"
-            )
-    chunk, page = sglang.get("chunked_prefill_size") or -1, sglang.get("page_size") or 1
-    if chunk > 0 and chunk % page:
-        raise ConfigError(f"rollout.sglang.chunked_prefill_size={chunk} is not a multiple of page_size={page}")
-    rope_type = rope_options(hf)["rope_type"]
-    if sglang.get("enable_fused_qk_norm_rope") and rope_type not in ("default", "yarn"):
-        raise ConfigError(
-            f"rollout.sglang.enable_fused_qk_norm_rope: SGLang's kernel computes yarn for rope_type={rope_type}, too; "
-            "remove it"
-        )
+    rollout = config.rollout
+    engine_backend(config).check(hf, config)
     check_drafts(hf, config)
     heads = int(settings["num_attention_heads"])
     groups = int(settings.get("num_query_groups") or heads)
@@ -249,15 +233,9 @@ def check_drafts(hf: HFConfig, config: Config) -> None:
     longest = int(family_of(hf).gpt_kwargs(hf)["max_sequence_length"])
     if (needed := rollout.max_context + rollout.num_speculative_tokens + 1) > longest:
         raise ConfigError(
-            f"{rollout.max_context=} with {rollout.num_speculative_tokens=} needs {needed} positions, because SGLang "
-            f"reserves a window for drafts, but the model has {longest}; lower the first"
+            f"{rollout.max_context=} with {rollout.num_speculative_tokens=} needs {needed} positions, because the "
+            f"engine reserves a window for drafts, but the model has {longest}; lower the first"
         )
-    for key in ("attn_dp_size", "dp_size"):
-        if int(rollout.sglang.get(key) or 1) > 1:
-            raise ConfigError(
-                f"{rollout.num_speculative_tokens=} with rollout.sglang.{key}: not tested with attention data "
-                "parallelism; set only one of them"
-            )
 
 
 def check_mtp(hf: HFConfig, config: Config, declared: Requirements) -> None:
@@ -278,15 +256,11 @@ def check_routing(hf: HFConfig, config: Config, declared: Requirements) -> None:
             f"train.routing_replay=true, but {declared.name} has no engine whose routing could be replayed"
         )
     routing_shape(hf, config.model.megatron)
-    sglang, megatron = config.rollout.sglang, config.model.megatron
+    megatron = config.model.megatron
     if megatron.get("moe_router_fusion"):
         raise ConfigError("model.megatron.moe_router_fusion: Transformer Engine's router cannot replay routing")
     if "sinkhorn" in str(megatron.get(name := "moe_router_load_balancing_type")):
         raise ConfigError(f"model.megatron.{name}=sinkhorn is incompatible with train.routing_replay")
-    if (sglang.get("chunked_prefill_size") or 1) < 1:
-        raise ConfigError(
-            "rollout.sglang.chunked_prefill_size must be positive: it is the size of SGLang's record of routing"
-        )
 
 
 def check_sparse_indices(hf: HFConfig, config: Config, declared: Requirements) -> None:
@@ -304,10 +278,6 @@ def check_sparse_indices(hf: HFConfig, config: Config, declared: Requirements) -
     if not declared.has_rollout:
         raise ConfigError(
             f"train.sparse_index_replay=true, but {declared.name} has no engine whose choice of keys could be replayed"
-        )
-    if (config.rollout.sglang.get("chunked_prefill_size") or 1) < 1:
-        raise ConfigError(
-            "rollout.sglang.chunked_prefill_size must be positive: it is the size of SGLang's record of indices"
         )
 
 

@@ -21,7 +21,6 @@ import numpy as np
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import Config, ConfigError
 from megarl.config.keys import max_pending_groups
-from megarl.config.server_args import tool_call_parsers
 from megarl.config.stages import smallest_context
 from megarl.data.datasets import (
     MAX_ROWS,
@@ -36,7 +35,8 @@ from megarl.data.datasets import (
 from megarl.data.loader import check_has_keys, name_datasets, read_key
 from megarl.data.table import read_rows
 from megarl.dry_run.rollout_checks import check_enough_prompts, rollout_settings
-from megarl.engine.engine_server import ParserProcess
+from megarl.engine.sglang.server_args import tool_call_parsers
+from megarl.engine.sglang.sglang_parsers import ParserProcess
 from megarl.engine.tool_calls import find_misread_tool, parser_name
 from megarl.environments.catalog import ENVIRONMENTS_KEY, TOOLS_KEY, EnvironmentCatalog, load_catalog
 from megarl.models.family import HFConfig

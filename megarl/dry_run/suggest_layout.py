@@ -13,12 +13,12 @@ from typing import Any
 from megarl.config import Config, ConfigError, ParallelConfig
 from megarl.dry_run import config_checks as checks
 from megarl.dry_run.model_folders import ServedModels
+from megarl.engine.engine_backends import plan_from_config
 from megarl.models.family import HFConfig
 from megarl.models.memory import StageMemory, plan_memory
 from megarl.models.registry import family_of
 from megarl.models.step_time import StepTime
 from megarl.parallel.placement import check_layout, check_placement
-from megarl.reshard.plan.from_config import plan_from_config
 from megarl.types.requirements import Requirements
 
 RECOMPUTE_MODES = ("none", "selective", "full")  # of activation recomputation, the least first

@@ -20,14 +20,14 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.checkpoint.disk_space import format_bytes
-from megarl.config import Config, ConfigError, ParallelConfig, Range, server_args, strict
+from megarl.config import Config, ConfigError, ParallelConfig, Range, strict
 from megarl.config.stages import describe_stage, largest_config, parse_stages
 from megarl.controllers.controller import load_requirements, make_controller
 from megarl.controllers.rollout_correction import check_correction
 from megarl.dry_run import config_checks as checks
 from megarl.dry_run import data_checks, model_folders, rollout_checks
 from megarl.dry_run.model_folders import ServedModels
-from megarl.engine.sglang_engine import check_platform
+from megarl.engine.engine_backends import engine_backend, plan_from_config
 from megarl.environments.catalog import load_catalog
 from megarl.models.family import HFConfig
 from megarl.models.host_memory import PENDING_CHECKPOINT, BatchSize, step_bytes
@@ -53,7 +53,6 @@ from megarl.parallel.placement import (
     split_role,
 )
 from megarl.parallel.policy_configs import check_change, list_engine_roles, policy_config, takes_turns
-from megarl.reshard.plan.from_config import engine_layout, plan_from_config
 from megarl.rewards.functions import load_functions
 from megarl.rewards.reward_settings import check_reward
 from megarl.sandbox.box import check_backend, probe, to_environment
@@ -249,6 +248,8 @@ def validate(
     )
     if served is _FAILED:
         return rejected
+    if declared.has_rollout and not passes(engine_backend, config):
+        return rejected
     does_divide = True
     if declared.trained_roles:
         does_divide = passes(checks.check_training_layout, hf, config)
@@ -262,19 +263,19 @@ def validate(
     if dry_run and is_data_readable:  # a run reads all of it next
         _check_chats(hf, config, declared, attempt, warnings)
     if declared.has_rollout:
-        passes(server_args.check_sampling, config.rollout)
+        passes(engine_backend(config).check_sampling, config)
         passes(checks.check_lengths, hf, config, warnings)
         passes(rollout_checks.check_timeouts, config, warnings)
     if declared.has_engines(config):
         does_divide = passes(checks.check_engine, hf, config) and does_divide
         if dry_run:
             try:
-                server_args.sglang_folder()
+                engine_backend(config).check_installed()
             except ConfigError as error:  # plans are also made on other machines
                 warnings.append(f"the run would be rejected: {error}")
         else:
-            passes(check_platform, config)
-        does_divide = does_divide and passes(engine_layout, config)
+            passes(engine_backend(config).check_platform, config)
+        does_divide = does_divide and passes(engine_backend(config).layout, hf, config)
         does_divide = does_divide and (not declared.trained_roles or passes(plan_from_config, hf, config))
     elif declared.has_rollout:
         for policy, part in (declared.policies or {"": declared}).items():
@@ -320,7 +321,7 @@ def check_step(hf: HFConfig, config: Config, declared: Requirements) -> None:
     checks.check_schedule(config, declared)
     checks.check_batch(config, declared, [])
     if declared.has_rollout:
-        server_args.check_sampling(config.rollout)
+        engine_backend(config).check_sampling(config)
         checks.check_lengths(hf, config, [])
         rollout_checks.check_timeouts(config, [])
 
@@ -466,18 +467,22 @@ def _facts(
             facts["weight sync"] = _describe_weight_sync(hf, config, ranks_per_node)
         engines = len(engine_ranks(config))
         facts["engines"] = [
-            ("SGLang engines", f"{engines} of tp {rollout.tp}, ep {rollout.ep}{spread}"),
+            (f"{engine_backend(config).title} engines", f"{engines} of tp {rollout.tp}, ep {rollout.ep}{spread}"),
             ("conversations at once", f"{rollout.concurrency} an engine, up to {rollout.max_context} tokens each"),
         ]
         if rollout.num_speculative_tokens:
-            weights = "synced with the policy" if engine_layout(config).draft else "as in the checkpoint"
+            is_synced = engine_backend(config).layout(hf, config).draft
+            weights = "synced with the policy" if is_synced else "as in the checkpoint"
             drafts = f"{rollout.num_speculative_tokens} tokens at a time; the draft layer is {weights}"
             facts["engines"].append(("drafts", drafts))
     for role in (role for role in served_models.engine_configs if role in list_engine_roles(config, roles)):
         derived = policy_config(config, role)
         turns = "; takes turns with others" if takes_turns(config, roles, role) else ""
         facts[f"{role}"] = [
-            ("SGLang engines", f"{len(engine_ranks(derived))} of tp {derived.rollout.tp}, ep {derived.rollout.ep}"),
+            (
+                f"{engine_backend(derived).title} engines",
+                f"{len(engine_ranks(derived))} of tp {derived.rollout.tp}, ep {derived.rollout.ep}",
+            ),
             (
                 "requests at once",
                 f"{derived.rollout.concurrency} an engine, up to {derived.rollout.max_context} tokens each{turns}",
@@ -500,6 +505,7 @@ def _describe_weight_sync(hf: HFConfig, config: Config, ranks_per_node: int) -> 
         ("weights are sent as", WIRE_FORMATS[plan.assignment.wire]),
         (f"{receiver} receives", f"{format_bytes(int(received))} on average{network}"),
         ("rounds", f"{plan.rounds}, staging at most 2 x {config.rollout.weight_sync_bucket_mb} MiB"),
+        *([("between nodes", "changes alone, after the first")] if config.rollout.sync_changes_only else []),
     ]
 
 

@@ -1,5 +1,5 @@
-"""SGLang engines: arguments, processes, HTTP client, tool-call parsers, weight loading and restart.
+"""Engines that generate: what all kinds have, and a folder for each kind.
 
-`engine_protocol.py` has the types through which rollouts see an engine. `engine_host.py`, `engine_server.py` and
-`weight_loader.py` run in SGLang's processes. On a CPU a rank never imports SGLang itself.
+`engine_protocol.py` has the types through which rollouts and weight syncs see an engine, `engine_backends.py` chooses
+the kind. `engine_host.py` starts engines' processes, `weight_loader.py` runs in them. A rank never imports an engine.
 """

@@ -1,27 +1,30 @@
-"""Host process between a machine's ranks and its SGLang servers.
+"""Host process between a machine's ranks and its engines' servers.
 
-    python -m megarl.engine.engine_host FD PARENT FOLDER [preload]
+    python -m megarl.engine.engine_host FD PARENT FOLDER [MODULE]
 
-Importing SGLang takes ten seconds of a core. With `preload` the host imports it once and forks all processes of all
-engines. Without, because a process that has used CUDA cannot be forked, each server is a program of its own.
+A server is a module: `preload()` imports what its processes need, and `main(settings)` runs it until it ends. Importing
+SGLang takes ten seconds of a core. The host preloads MODULE once and forks all processes of its engines. Without
+MODULE, because a process that has used CUDA cannot be forked, each server is a program of its own, which gets its
+settings as JSON on stdin.
 
-The host forks a supervisor for each connection of a rank, which carries one line of JSON {"log": path, "environment":
-{...}, "settings": {...}} and, when the server has ended, its exit status as a line. The supervisor starts the server
-and ends it when the connection closes; for a killed rank the kernel closes it. A rank must not be a server's parent,
-because SGLang kills its parent's whole process tree when a start fails. As subreaper the supervisor inherits whatever
-the server leaves behind. The host ends, with all supervisors, at SIGTERM, which the kernel sends when its starter dies.
+The host forks a supervisor for each connection of a rank, which carries one line of JSON {"server": module, "log":
+path, "environment": {...}, "settings": {...}} and, when the server has ended, its exit status as a line. The supervisor
+starts the server and ends it when the connection closes; for a killed rank the kernel closes it. A rank must not be a
+server's parent, because SGLang kills its parent's whole process tree when a start fails. As subreaper the supervisor
+inherits whatever the server leaves behind. The host ends, with all supervisors, at SIGTERM, which the kernel sends when
+its starter dies.
 
-Each supervisor has a scratch folder, named by its pid, within the host's folder, and removes it together with what
-SGLang has left in shared memory; if the supervisor was killed, the host does. The host's starter removes the host's
-folder; if it is gone, the last of these processes to end does. A host that was killed is started again with the same
-folder and socket.
+Each supervisor has a scratch folder, named by its pid, within the host's folder, which the server finds in its settings
+as "folder". The supervisor removes it together with the files that the server has listed in `LEFTOVERS`; if the
+supervisor was killed, the host does. The host's starter removes the host's folder; if it is gone, the last of these
+processes to end does. A host that was killed is started again with the same folder and socket.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import hashlib
+import importlib
 import json
 import os
 import re
@@ -40,11 +43,14 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import IO, Any
 
+from megarl.config import Config
 from megarl.processes.children import die_with_parent, inherit_orphans, is_stopped, is_tracker, list_children
 from megarl.processes.temp_folders import TempFolder
 
 HOST_VARIABLE = "MEGARL_ENGINE_HOST"
 """Environment variable with the socket of a host that another process has started for all engines of this machine."""
+LEFTOVERS = "leftovers"
+"""File in a server's folder with the paths, one per line, of files elsewhere that the server does not remove itself."""
 _TORCHRUN_VARIABLES = re.compile(
     r"TORCHELASTIC_|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|LOCAL_WORLD_SIZE|ROLE_|MASTER_(ADDR|PORT)"
 )
@@ -100,19 +106,11 @@ def _fork(target: Callable[[], None]) -> int:
         os._exit(status)
 
 
-def _instance_id(folder: Path) -> str:
-    """Return SGLang's instance id for the engine with this folder."""
-    return hashlib.blake2s(bytes(folder), digest_size=6).hexdigest()
-
-
 def _remove_engine_files(folder: Path) -> None:
-    """Remove a dead engine's folder, and the file by which its processes report their load, which SGLang never removes.
-
-    That file's name is as in `sglang.srt.managers.load_snapshot`.
-    """
-    name = _instance_id(folder)
-    digest = hashlib.blake2s(name.encode(), digest_size=4).hexdigest()
-    Path(f"/dev/shm/sglang_loads_{name}_{digest}.shm").unlink(missing_ok=True)
+    """Remove a dead engine's folder, and the files that its server has listed in `LEFTOVERS`."""
+    with contextlib.suppress(OSError):
+        for path in (folder / LEFTOVERS).read_text().splitlines():
+            Path(path).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -132,13 +130,13 @@ def _remove_engine_folders(host_folder: Path, is_dead: Callable[[Path], bool] = 
 class EngineHost:
     """Accepts connections of ranks, and forks a supervisor for each.
 
-    listener: socket in the host's `folder` where ranks connect. preload: import SGLang here, for all engines. starter:
-    pidfd of the process that started the host.
+    listener: socket in the host's `folder` where ranks connect. preloaded: module of a server to preload, or empty.
+    starter: pidfd of the process that started the host.
     """
 
-    def __init__(self, listener: socket.socket, folder: Path, preload: bool, starter: int) -> None:
+    def __init__(self, listener: socket.socket, folder: Path, preloaded: str, starter: int) -> None:
         self._listener, self._folder = listener, folder
-        self._preload, self._starter = preload, starter
+        self._preloaded, self._starter = preloaded, starter
         self._pid = os.getpid()
         self._import_log = tempfile.TemporaryFile()  # noqa: SIM115  output of the import, copied to each engine's log
         self._has_import_failed = False
@@ -147,8 +145,8 @@ class EngineHost:
         """Serve until SIGTERM."""
         inherit_orphans()
         self._remove_dead_folders()  # left by a previous host
-        if self._preload:
-            self._import_sglang()
+        if self._preloaded:
+            self._preload()
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # before, there were no children to end
         try:
             while True:
@@ -163,7 +161,7 @@ class EngineHost:
                 os.kill(pid, signal.SIGTERM)
             _kill_children(lambda pid: True, grace=10.0)
             self._clean_up()
-            os._exit(0)  # tearing down SGLang's modules would take two seconds
+            os._exit(0)  # tearing down preloaded modules would take two seconds
 
     def _remove_dead_folders(self) -> None:
         """Remove the folders of supervisors that were killed."""
@@ -176,12 +174,10 @@ class EngineHost:
             if _has_ended(self._starter) and not any(path.is_dir() for path in self._folder.iterdir()):
                 shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _import_sglang(self) -> None:
+    def _preload(self) -> None:
         _print_to(self._import_log)
         try:
-            from megarl.engine import engine_server
-
-            engine_server.import_sglang()
+            importlib.import_module(self._preloaded).preload()
         except BaseException:  # noqa: B036  reported to each rank that asks for an engine
             traceback.print_exc()
             self._has_import_failed = True
@@ -194,11 +190,13 @@ class EngineHost:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         with connection.makefile("rb") as lines:
             request = json.loads(lines.readline())
+        is_preloaded = request["server"] == self._preloaded
         with open(request["log"], "ab") as log:
-            self._import_log.seek(0)
-            shutil.copyfileobj(self._import_log, log)
+            if is_preloaded:
+                self._import_log.seek(0)
+                shutil.copyfileobj(self._import_log, log)
             _print_to(log)
-        if self._has_import_failed:
+        if is_preloaded and self._has_import_failed:
             connection.sendall(b"1\n")
             return
         inherit_orphans()
@@ -206,9 +204,9 @@ class EngineHost:
         scratch.mkdir(mode=0o700)
         os.environ.update(request["environment"], TMPDIR=str(scratch))
         tempfile.tempdir = None
-        settings = {**request["settings"], "instance": _instance_id(scratch)}
+        settings = {**request["settings"], "folder": str(scratch)}
         try:
-            server = _fork(lambda: self._serve(connection, settings, os.getppid()))
+            server = _fork(lambda: self._serve(connection, request["server"], settings, os.getppid()))
             while not (wait_result := os.waitpid(server, os.WNOHANG))[0]:
                 closed, _, _ = select.select([connection], [], [], _POLL_S)
                 if closed or os.getppid() != self._pid:
@@ -221,20 +219,18 @@ class EngineHost:
             if os.getppid() != self._pid:
                 self._clean_up()
 
-    def _serve(self, connection: socket.socket, settings: dict[str, Any], supervisor: int) -> None:
+    def _serve(self, connection: socket.socket, module: str, settings: dict[str, Any], supervisor: int) -> None:
         connection.close()
         os.setsid()
         die_with_parent(supervisor)
-        if self._preload:
-            from megarl.engine import engine_server
-
-            engine_server.main(settings)
+        if module == self._preloaded:
+            importlib.import_module(module).main(settings)
             return
         with tempfile.TemporaryFile() as settings_file:  # for stdin: a command line would show the API key to others
             settings_file.write(json.dumps(settings).encode())
             settings_file.seek(0)
             os.dup2(settings_file.fileno(), 0)
-        os.execv(sys.executable, [sys.executable, "-m", "megarl.engine.engine_server"])
+        os.execv(sys.executable, [sys.executable, "-m", module])
 
 
 def _print_to(file: IO[bytes]) -> None:
@@ -247,7 +243,7 @@ def _has_ended(pidfd: int) -> bool:
     return bool(select.select([pidfd], [], [], 0)[0])
 
 
-def _main(listener: int, parent: int, folder: str, preload: bool) -> None:
+def _main(listener: int, parent: int, folder: str, preloaded: str) -> None:
     starter = os.pidfd_open(os.getppid())
     if os.getppid() != parent:  # the parent was killed before this process began
         shutil.rmtree(folder, ignore_errors=True)
@@ -260,22 +256,30 @@ def _main(listener: int, parent: int, folder: str, preload: bool) -> None:
 
     signal.signal(signal.SIGTERM, exit_early)
     die_with_parent(parent, signal.SIGTERM)
-    EngineHost(socket.socket(fileno=listener), Path(folder), preload, starter).run()
+    EngineHost(socket.socket(fileno=listener), Path(folder), preloaded, starter).run()
+
+
+def secret_variables(config: Config) -> set[str]:
+    """Return the names of the variables that hold secrets according to the configuration."""
+    options = [role.get("options") for role in config.roles.values() if isinstance(role, Mapping)]
+    names = {str(option["auth_env"]) for option in options if isinstance(option, Mapping) and option.get("auth_env")}
+    webhook = config.track.webhook
+    return names | ({webhook.removeprefix("env:")} if webhook.startswith("env:") else set())
 
 
 class HostProcess:
-    """A host that this process started, and that ends with it. preload: the host imports SGLang and forks engines from
-    itself.
+    """A host that this process started, and that ends with it.
 
     environment: added to this process's environment. Removed from that are torchrun's variables, since the engine's
-    ranks would wait for torchrun's store, and whatever looks like a secret or is named in `hidden`.
+    ranks would wait for torchrun's store, and whatever looks like a secret or is named in `hidden`. preloaded: module
+    of a server, which the host preloads and forks its engines from; empty for none.
 
     A thread supervises the host. If it ends, which ends its engines too, it is restarted on the same socket, where new
     connections wait for it meanwhile. If it is stopped (SIGSTOP), it is continued. A host that keeps ending is given
     up, and its socket is closed.
     """
 
-    def __init__(self, environment: Mapping[str, str], preload: bool, hidden: Collection[str] = ()) -> None:
+    def __init__(self, environment: Mapping[str, str], preloaded: str = "", hidden: Collection[str] = ()) -> None:
         self._folder = TempFolder("megarl-engines-", remove_host_folder)
         self.path = str(Path(self._folder.path, "socket"))
         inherited = {
@@ -284,7 +288,7 @@ class HostProcess:
             if not (_TORCHRUN_VARIABLES.match(name) or _SECRET.search(name) or name in hidden)
         }
         self._environment = {**inherited, **environment}
-        self._preload = preload
+        self._preloaded = preloaded
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(self.path)
         self._listener.listen()
@@ -352,7 +356,7 @@ class HostProcess:
             [
                 *(sys.executable, "-m", "megarl.engine.engine_host"),
                 *(str(self._listener.fileno()), str(os.getpid()), self._folder.path),
-                "preload" if self._preload else "",
+                self._preloaded,
             ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -368,15 +372,22 @@ def _warn(text: str) -> None:
 
 
 class HostedServer:
-    """A server run by a host. It ends when this object's connection to the host closes."""
+    """A server run by a host. It ends when this object's connection to the host closes.
 
-    def __init__(self, path: str, log: Path, environment: Mapping[str, str], settings: Mapping[str, Any]) -> None:
+    path: the host's socket. module: the server. log: file for its output. environment: added to the host's. settings:
+    of the server's `main`.
+    """
+
+    def __init__(
+        self, path: str, module: str, log: Path, environment: Mapping[str, str], settings: Mapping[str, Any]
+    ) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
         self._status: int | None = None
         self.is_abandoned = False
         """True if it ended without an exit status, because its supervisor or host was killed."""
         self._poll_lock = threading.Lock()  # the exit status can be read only once
-        request = {"log": str(log.resolve()), "environment": dict(environment), "settings": dict(settings)}
+        files = {"server": module, "log": str(log.resolve())}
+        request = {**files, "environment": dict(environment), "settings": dict(settings)}
         self._socket.connect(path)
         self._socket.sendall(json.dumps(request).encode() + b"\n")
 
@@ -400,4 +411,4 @@ class HostedServer:
 
 
 if __name__ == "__main__":
-    _main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], preload="preload" in sys.argv[4:])
+    _main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])

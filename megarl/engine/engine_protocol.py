@@ -1,13 +1,17 @@
-"""Interface of engines for rollouts: protocols, results and errors."""
+"""What every kind of engine has: protocols, results and errors. `engine_backends.py` chooses the kind."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from pathlib import Path
+from typing import Any, Literal, Protocol, Self
 
 import torch
 
+from megarl.config import Config
+from megarl.models.routing import RoutingShape
+from megarl.models.sparse_indices import IndexShape
 from megarl.types import Ids, Image, Logprobs, SamplingMask, Turn
 
 
@@ -114,7 +118,7 @@ class Policy(Protocol):
         *,
         images: Sequence[Image] = (),
     ) -> Generation:
-        """Continue `ids` under SGLang's sampling `params`.
+        """Continue `ids` under sampling `params`, whose names are those of SGLang's SamplingParams.
 
         If routing or sparse attention indices are recorded, the caller already has those of the prefix `recorded`. The
         result covers the rest, or all tokens if other weights have read the prefix, except the last generated token,
@@ -145,3 +149,163 @@ class EngineLost(EngineError):
     def __init__(self, fault: Fault, text: str, detection_delay: float = 0.0, start_number: int = 0) -> None:
         super().__init__(text)
         self.fault, self.detection_delay, self.start_number = fault, detection_delay, start_number
+
+
+class EngineClient(Policy, Protocol):
+    """A connection to one engine; use it with `async with` inside one event loop."""
+
+    weight_version: int | None
+    """Version that every response must come from; None accepts any. It may be raised while requests are in flight;
+    their responses may then mix both versions. The prefix cache of one version is not reused by the next."""
+    should_request_masks: bool
+    """Request the sampling mask when sampling is truncated. Training needs it."""
+    num_pending: int
+    """Number of responses in flight."""
+    last_response_time: float
+    """When the last response arrived, by time.monotonic."""
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+    async def is_alive(self, seconds: float) -> bool:
+        """Return whether the engine's scheduler finishes a batch within `seconds`: with running requests that is one
+        token of theirs."""
+        ...
+
+    async def parse_tool_calls(
+        self, text: str, tools: Sequence[dict[str, Any]], parser: str
+    ) -> tuple[str, list[Any]] | None:
+        """Parse the tool calls in a response.
+
+        Returns (text outside the calls, calls with `name` and `parameters`), or None if the parser failed. Raises as
+        `generate` does.
+        """
+        ...
+
+
+GatherPayloads = Callable[[str], list[str]]
+"""Collective over an engine's ranks: takes this rank's payload and returns all payloads in rank order, on every
+rank. No rank returns before all have entered."""
+
+
+class Engine(Protocol):
+    """Life cycle of one engine. Not thread-safe; one object per engine, on its lead rank.
+
+    An engine across machines has one object on each; only the one with `node_rank` 0 generates.
+    """
+
+    config: Config
+    index: int
+    """Number of the engine among those of its role."""
+    name: str
+    """Name in messages."""
+    log: Path
+    nnodes: int
+    node_rank: int
+    api_key: str
+    start_number: int
+    """Number of starts so far, restarts included."""
+    weight_version: int
+    """Version of the last weight sync; 0 for the weights that the engine loaded itself."""
+    is_usable: bool
+    """True if the engine may generate: it is ready, and no weight sync has failed since the last complete one."""
+    is_paused: bool
+    """True between `pause_generation` and `resume_generation`."""
+    tool_call_parser: str
+    """Name of the parser for the policy's tool calls."""
+    tool_call_marker: str
+    """Text by which the parser recognizes a tool call; empty if it has none."""
+
+    @property
+    def url(self) -> str:
+        """Address at which the engine answers OpenAI's chat completions, with `api_key`."""
+        ...
+
+    @property
+    def is_asleep(self) -> bool:
+        """True if some of its memory is released."""
+        ...
+
+    def connect(
+        self, timeout: float, routing: RoutingShape | None = None, indices: IndexShape | None = None
+    ) -> EngineClient:
+        """Return a client of the engine as it runs now; its requests raise EngineLost once that has ended.
+
+        timeout: seconds per request, including time in the engine's queue.
+        routing, indices: shapes of the engine's records of routing and of sparse attention indices, if rollouts need
+        them.
+        """
+        ...
+
+    def start(self) -> None:
+        """Start the engine's processes; returns immediately."""
+        ...
+
+    def restart(self) -> None:
+        """End what is left of the engine, and start it again."""
+        ...
+
+    def wait_ready(self, timeout: float | None = None) -> None:
+        """Block until the engine answers; `timeout` defaults to `rollout.start_timeout` seconds.
+
+        Raises EngineError with the last log lines if it dies or times out.
+        """
+        ...
+
+    def check_running(self, start_number: int = 0) -> None:
+        """Raise EngineLost if the engine is gone; one that was started again since `start_number` is another."""
+        ...
+
+    def hang_error(self, seconds: float) -> EngineLost:
+        """Return the EngineLost for an engine that sent no heartbeat for `seconds`."""
+        ...
+
+    def begin_update(self) -> None:
+        """Open a weight update for `call_loader`. The engine is unusable until `end_update` with a version."""
+        ...
+
+    def call_loader(self, payloads: list[str], draft: bool = False, is_session: bool = False) -> None:
+        """Have the weight loader on each of the engine's ranks execute its payload, see `weight_sender.py`.
+
+        Returns when all are done; their answers are in the shared memory that the payloads name. draft: address the
+        draft model, which has the multi-token prediction layers. is_session: the request spans a weight sync.
+        """
+        ...
+
+    def end_update(self, version: int | None) -> None:
+        """Close the weight update.
+
+        version: weight version that the engine now holds completely; None if the update failed: the engine stays
+        unusable. While generation is paused the KV cache stays: paused responses go on with it, and later requests use
+        a separate prefix cache, keyed by the version.
+        """
+        ...
+
+    def pause_generation(self) -> None:
+        """Pause all responses at the next token until `resume_generation`; they keep their KV cache."""
+        ...
+
+    def resume_generation(self) -> None:
+        """Undo `pause_generation`, if it was called."""
+        ...
+
+    def abort_requests(self) -> None:
+        """Abort every request, even those whose client has given up; return when the engine is idle."""
+        ...
+
+    def sleep(self) -> None:
+        """Free the device for training."""
+        ...
+
+    def wake_weights(self) -> None:
+        """Onload the weights alone, for a weight sync."""
+        ...
+
+    def wake(self) -> None:
+        """Onload everything that is still offloaded, before generating."""
+        ...
+
+    def shutdown(self) -> None:
+        """End the engine and all of its processes for good. Idempotent; also runs at exit."""
+        ...

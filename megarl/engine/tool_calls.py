@@ -14,15 +14,15 @@ import asyncio
 import json
 import re
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from megarl.chat_format import harmony
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import ConfigError
-from megarl.config.server_args import tool_call_parsers
 from megarl.config.strict import closest_match
-from megarl.engine.client import Client
+from megarl.engine.sglang.server_args import tool_call_parsers
 from megarl.environments.tools import coerce_argument
 from megarl.models.family import HFConfig
 from megarl.models.registry import family_of
@@ -232,7 +232,7 @@ ParseFunction = Callable[[str, Sequence[dict[str, Any]]], Awaitable[ParsedRespon
 
 
 class ToolCallParser(Protocol):
-    """An engine's `Client`, or an `engine_server.ParserProcess`."""
+    """An `EngineClient`, or a `sglang_parsers.ParserProcess`."""
 
     async def parse_tool_calls(
         self, text: str, tools: Sequence[dict[str, Any]], parser: str
@@ -303,16 +303,20 @@ def parser_name(setting: str, hf: HFConfig) -> str:
 
 
 def check_parser(
-    chat: ChatTemplate, url: str, api_key: str, name: str, marker: str, timeout: float, is_family_default: bool = False
+    chat: ChatTemplate,
+    connection: AbstractAsyncContextManager[ToolCallParser],
+    name: str,
+    marker: str,
+    is_family_default: bool = False,
 ) -> str:
     """Check that the engine's parser `name` reads each tool's call as this model's template writes it.
 
-    is_family_default: the parser is the model family's, since none is configured. Returns the problem in one line,
-    empty if there is none.
+    connection: a client of the engine, not yet entered. is_family_default: the parser is the model family's, since
+    none is configured. Returns the problem in one line, empty if there is none.
     """
 
     async def run_check() -> str:
-        async with Client(url, api_key, timeout) as client:
+        async with connection as client:
             return await find_misread_tool(chat, client, name, marker, is_family_default)
 
     try:

@@ -1,24 +1,24 @@
 """Engine side of the weight sync, and the channel by which a trainer rank sends it orders.
 
-`load` runs in SGLang's processes and writes slices straight into their tensors.
+`load` runs in the engine's processes and writes slices straight into their tensors.
 
-SGLang calls it when /update_weights_from_tensor names it as the load format. The trainer rank on the same device shares
-tensors of bytes with it: "order" (JSON), "answer" (room for JSON), "bucket" (data; "write" needs it) and, for a
-session, "bucket1". The loader fuses, splits and repeats nothing: the trainer knows where each byte belongs, and the
-engine only checks and copies.
+The trainer rank on the same device shares tensors of bytes with it: "order" (JSON), "answer" (room for JSON), "bucket"
+(data; "write" needs it) and, for a session, "bucket1". The loader fuses, splits and repeats nothing: the trainer knows
+where each byte belongs, and the engine only checks and copies.
 
 Orders and their answers; an invalid order is answered by {"error": text} before anything is written:
 
 {"do": "describe"} -> {"tensors": {name: [dtype, shape]}, "odd": [text]}: the writable tensors, and in words the layers
-whose weight layout differs from what their shapes show, see `find_layout_oddities`.
+whose weight layout differs from what their shapes show, see `LoaderHooks`.
 {"do": "write", "version": v, "sync_id": text, "tensor_dtype": {name: dtype},
  "slices": [[name, index, r0, r1, c0, c1, offset, hash_offset], ...]} -> {"wrong": [names]}: see `_write`.
 {"do": "compare", ...} as for write -> {"differ": [names]}: writes nothing; lists tensors whose bits do not match the
 hash.
+{"do": "read", "tensor_dtype": ..., "slices": ...} -> {}: copies the slices from the tensors to the bucket.
 {"do": "session", "socket": path} -> {"orders": n}: serve further orders from a socket until the trainer hangs up, see
 `WeightChannel`. Each order names its "bucket" and says whether it is for the "draft" model.
 {"do": "join"} -> {}: this model, a draft model, takes part in the next session.
-{"do": "finish"} -> {}: SGLang recomputes what it derives from weights.
+{"do": "finish"} -> {}: the engine recomputes what it derives from weights.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from __future__ import annotations
 import json
 import socket
 import struct
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -39,7 +38,7 @@ from megarl.engine.engine_protocol import EngineError
 from megarl.models.layout_algebra import matrix_shape
 from megarl.parallel import device, shared_memory
 from megarl.processes.temp_folders import TempFolder
-from megarl.reshard.run.copies import device_hashes, unpack
+from megarl.reshard.run.copies import device_hashes, pack, unpack
 
 _LENGTH = struct.Struct("<q")
 _POLL_S = 0.2
@@ -154,32 +153,36 @@ class WeightChannel:
         self._folder.close()
 
 
-_WITH_LANGUAGE_MODEL = {"KimiK25ForConditionalGeneration"}
-"""SGLang's models of which only `language_model` is trained; the tables have its tensors' names."""
-LOADER_NAME = f"{__name__}.load"
-"""The loader's name in SGLang, as server argument and as load format."""
+class LoaderHooks(NamedTuple):
+    """What differs between kinds of engines.
 
-
-def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Execute "order" and write the result to "answer". Never raises, since that would end SGLang's process.
-
-    On a GPU SGLang moves every tensor to its device before this call. A tensor on another device would arrive as a
-    copy, and the trainer would not see what is written to it.
+    finish: recomputes what the model derives from its weights. find_oddities: lists the layers that say that their
+    weights are not where the layout tables expect them, one line each.
     """
+
+    finish: Callable[[torch.nn.Module], None] = lambda model: None
+    find_oddities: Callable[[torch.nn.Module], list[str]] = lambda model: []
+
+
+NO_HOOKS = LoaderHooks()
+
+
+def load(
+    model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]], hooks: LoaderHooks = NO_HOOKS
+) -> None:
+    """Execute "order" and write the result to "answer". Never raises, since that would end the engine's process."""
     try:
         shared = open_shared(named_tensors)
     except Exception as error:  # the rank has ended meanwhile
         print(f"a rank's shared memory is missing: {type(error).__name__}: {error}", flush=True)
         return
-    if type(model).__name__ in _WITH_LANGUAGE_MODEL:
-        model = model.language_model  # type: ignore[assignment]
     try:
         with torch.no_grad():
             order = json.loads(_bytes(shared["order"]))
             if order["do"] == "session":
-                answer = _session(model, order["socket"], [shared["bucket"], shared["bucket1"]])
+                answer = _session(model, order["socket"], [shared["bucket"], shared["bucket1"]], hooks)
             else:
-                answer = _run_order(model, order, shared.get("bucket"))
+                answer = _run_order(model, order, shared.get("bucket"), hooks)
             device.synchronize(shared["answer"], whole=True)  # surfaces failures; the answer frees the bucket
     except Exception as error:
         answer = {"error": f"{type(error).__name__}: {error}"}
@@ -200,22 +203,23 @@ def open_shared(named_tensors: Sequence[tuple[str, torch.Tensor]]) -> dict[str, 
 
 
 _DRAFT_MODELS: list[torch.nn.Module] = []
-"""Draft models of the next session. SGLang calls `load` for one model at a time, and not at all during a session."""
+"""Draft models of the next session. `load` is called for one model at a time, and not at all during a session."""
 
 
-def _session(model: torch.nn.Module, path: str, buckets: Sequence[torch.Tensor]) -> dict[str, Any]:
+def _session(model: torch.nn.Module, path: str, buckets: Sequence[torch.Tensor], hooks: LoaderHooks) -> dict[str, Any]:
     drafts = list(_DRAFT_MODELS)
     _DRAFT_MODELS.clear()
 
     def execute(order: dict[str, Any]) -> dict[str, Any]:
         try:
             answer: dict[str, Any] = {}
-            for target in drafts if order["draft"] else [model]:
-                for key, names in _run_order(target, order, buckets[order["bucket"]]).items():
-                    answer[key] = [*answer.get(key, []), *names]
-            if not answer:
+            targets = drafts if order["draft"] else [model]
+            if not targets:
                 raise ValueError("no draft model has joined the session")
-            device.synchronize(buckets[0], whole=True)  # SGLang may use other CUDA streams
+            for target in targets:
+                for key, names in _run_order(target, order, buckets[order["bucket"]], hooks).items():
+                    answer[key] = [*answer.get(key, []), *names]
+            device.synchronize(buckets[0], whole=True)  # the engine may use other CUDA streams
             return answer
         except Exception as error:
             return {"error": f"{type(error).__name__}: {error}"}
@@ -245,15 +249,20 @@ def clear_answer(answer: torch.Tensor) -> None:
     answer[: _LENGTH.size].zero_()
 
 
-def _run_order(model: torch.nn.Module, order: dict[str, Any], bucket: torch.Tensor | None) -> dict[str, Any]:
+def _run_order(
+    model: torch.nn.Module, order: dict[str, Any], bucket: torch.Tensor | None, hooks: LoaderHooks = NO_HOOKS
+) -> dict[str, Any]:
     match order["do"]:
         case "describe":
             tensors = writable_tensors(model)
             dtypes_and_shapes = {name: [_dtype(tensor), list(tensor.shape)] for name, tensor in tensors.items()}
-            return {"tensors": dtypes_and_shapes, "odd": find_layout_oddities(model)}
-        case "write" | "compare" as action:
+            return {"tensors": dtypes_and_shapes, "odd": hooks.find_oddities(model)}
+        case "write" | "compare" | "read" as action:
             if bucket is None:
                 raise ValueError(f"a request to {action} needs a bucket")
+            if action == "read":
+                _read(_get_tensors(model, order.get("sync_id")), order, bucket)
+                return {}
             if action == "compare":
                 return {"differ": _write(writable_tensors(model), order, bucket, writes=False)}
             return {"wrong": _write(_get_tensors(model, order.get("sync_id")), order, bucket)}
@@ -263,14 +272,7 @@ def _run_order(model: torch.nn.Module, order: dict[str, Any], bucket: torch.Tens
             return {}
         case "finish":
             _TENSOR_CACHE.pop(model, None)
-            from sglang.srt.model_loader.loader import post_load_weights
-
-            if type(model).__name__ == "Glm4MoeLiteForCausalLMNextN":  # SGLang 0.5.23 takes it for a model with layers
-                model.post_load_weights(is_nextn=True)  # type: ignore[operator]
-            else:
-                post_load_weights(model)
-            for module in model.modules():  # Gemma's norms cache 1 + weight for fused kernels
-                getattr(module, "refresh_gemma_weight", lambda: None)()
+            hooks.finish(model)
             return {}
     raise ValueError(f"unknown order {order['do']!r}")
 
@@ -280,7 +282,7 @@ _TENSOR_CACHE: WeakKeyDictionary[torch.nn.Module, tuple[str | None, dict[str, to
 
 def _get_tensors(model: torch.nn.Module, sync_id: str | None) -> dict[str, torch.Tensor]:
     """Return `writable_tensors`, cached for one weight sync: walking a large model takes longer than a round's copies,
-    and SGLang may replace tensors between weight syncs."""
+    and the engine may replace tensors between weight syncs."""
     cached = _TENSOR_CACHE.get(model)
     if cached is None or sync_id is None or cached[0] != sync_id:
         cached = _TENSOR_CACHE[model] = sync_id, writable_tensors(model)
@@ -300,51 +302,24 @@ def writable_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return tensors
 
 
-_LAYOUT_MARKERS = {
-    "load_up_proj_weight_first": "has the rows of up before those of gate",
-    "use_flashinfer_trtllm_moe": "has the rows of up before those of gate, and packs them into blocks",
-    "w13_swiglu_interleaved": "has the rows of gate and up in turn",
-    "use_triton_kernels": "has its experts transposed",
-    "use_marlin": "has its weights repacked",
-    "is_marlin_converted": "has its weights repacked",
-    "_mega_moe_weights_built": "has its experts repacked",
-    "is_shuffled": "has its weights shuffled",
-    "aiter_bpreshuffled": "has its weights shuffled",
-    "format_ue8m0": "has scales that are powers of two",
-    "hpc_ops_w13_weight_scale": "computes with a copy of its scales",
-    "_block_fp8_bf16_weight": "computes with a copy of its weights",
-}
-"""Attributes that SGLang sets on a layer, its compute method or its weights: layout facts that shapes do not show."""
-
-
-def find_layout_oddities(model: torch.nn.Module) -> list[str]:
-    """List the layers that say that their weights are not where the layout tables expect them; one line each."""
-    oddities = []
-    for name, module in model.named_modules():
-        method = getattr(module, "weight_load_method", None) or getattr(module, "quant_method", None)
-        for owner in (module, method, *module.parameters(recurse=False)):
-            for marker, meaning in _LAYOUT_MARKERS.items():
-                value = getattr(owner, marker, None)
-                if value is not None and value is not False:
-                    oddities.append(f"{name or 'the model'} {meaning} ({marker})")
-    return list(dict.fromkeys(oddities)) + _check_expert_location()
-
-
-def _check_expert_location() -> list[str]:
-    """Check SGLang's expert location table, if it is loaded: each expert must be in the slot of its number."""
-    module = sys.modules.get("sglang.srt.eplb.expert_location")
-    if module is None or (table := module.get_global_expert_location_metadata()) is None:
-        return []
-    physical_to_logical = table.physical_to_logical_map_cpu
-    is_identity = physical_to_logical == torch.arange(physical_to_logical.shape[1]) % table.num_logical_experts
-    return [] if bool(is_identity.all()) else ["the engine's experts are not at their index (init_expert_location)"]
-
-
 class _WriteTarget(NamedTuple):
     name: str
     target: torch.Tensor  # [rows, columns], a view of the model's tensor
     offset: int  # bytes into the bucket
     hash: torch.Tensor | None  # [1] int64, expected hash of the target after all writes
+
+    @property
+    def has_rows(self) -> bool:
+        """False if the engine stores this tensor transposed."""
+        return self.target.shape[1] == 1 or self.target.stride(1) == 1
+
+
+def _read(tensors: dict[str, torch.Tensor], order: dict[str, Any], bucket: torch.Tensor) -> None:
+    """Copy slices from the model's tensors to the bucket, where `_write` would take them from."""
+    boxes = _resolve_targets(tensors, order, bucket)
+    pack([(box.target, box.offset) for box in boxes if box.has_rows], bucket)
+    for box in (box for box in boxes if not box.has_rows):
+        _view_bucket(bucket, box.offset, box.target.numel(), box.target.dtype).view(box.target.shape).copy_(box.target)
 
 
 def _write(
@@ -360,17 +335,13 @@ def _write(
     states the dtype of each written name, so that bytes are never misinterpreted. If `hash_offset` is not -1, the
     bucket has there the hash (int64) that the box must have once everything is written, read back from the tensor.
     """
-    for name, dtype in order["tensor_dtype"].items():
-        if name in tensors and _dtype(tensors[name]) != dtype:
-            raise ValueError(f"{name} is {_dtype(tensors[name])} in the engine, not {dtype}")
-    # Validate all boxes before writing any.
-    boxes = [_resolve_target(tensors, order["tensor_dtype"], bucket, entry) for entry in order["slices"]]
+    boxes = _resolve_targets(tensors, order, bucket)
     if writes:
         dense: list[tuple[torch.Tensor, int]] = []
         for box in boxes:
-            if box.target.shape[1] == 1 or box.target.stride(1) == 1:
+            if box.has_rows:
                 dense.append((box.target, box.offset))
-            else:  # the engine stores this tensor transposed
+            else:
                 source = _view_bucket(bucket, box.offset, box.target.numel(), box.target.dtype)
                 box.target.copy_(source.view(box.target.shape))
         unpack(bucket, dense)
@@ -380,6 +351,16 @@ def _write(
     hashes = device_hashes([box.target for box, _ in checked])
     matches = (hashes == torch.cat([value for _, value in checked])).tolist()  # the only device sync
     return list(dict.fromkeys(box.name for (box, _), is_equal in zip(checked, matches, strict=True) if not is_equal))
+
+
+def _resolve_targets(
+    tensors: dict[str, torch.Tensor], order: dict[str, Any], bucket: torch.Tensor
+) -> list[_WriteTarget]:
+    """Return the views of all slices of an order. Raises ValueError if one does not fit."""
+    for name, dtype in order["tensor_dtype"].items():
+        if name in tensors and _dtype(tensors[name]) != dtype:
+            raise ValueError(f"{name} is {_dtype(tensors[name])} in the engine, not {dtype}")
+    return [_resolve_target(tensors, order["tensor_dtype"], bucket, entry) for entry in order["slices"]]
 
 
 def _resolve_target(

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from megarl.engine import weight_loader
-from megarl.engine.engine_protocol import EngineError
-from megarl.engine.sglang_engine import Engine, GatherPayloads, allocate, pack_payload
+from megarl.engine.engine_backends import EngineBackend
+from megarl.engine.engine_protocol import Engine, EngineError, GatherPayloads
 from megarl.engine.weight_loader import EngineTimeout, WeightChannel
 from megarl.parallel import device
 
@@ -27,24 +27,26 @@ ANSWER_BYTES = 1 << 20
 class OrderBuffer:
     """Memory for orders to one engine rank, one at a time, and for its answers, shared on the engine rank's device.
 
-    SGLang would copy tensors from anywhere else.
+    An engine would copy tensors from anywhere else.
     """
 
-    def __init__(self) -> None:
-        self._answer = allocate(ANSWER_BYTES)
+    def __init__(self, backend: EngineBackend) -> None:
+        self._backend = backend
+        self._answer = device.allocate_shared(ANSWER_BYTES)
         self._order = self._answer  # the last order must stay alive until the next: the engine may still read it
 
     def make_payload(self, order: dict[str, Any], *buckets: torch.Tensor) -> str:
         """Build a payload for one call of `Engine.call_loader`; each call needs a new payload.
 
-        buckets: [n] uint8 each, from `sglang_engine.allocate`; one for an order to write, two for a session. Neither
+        buckets: [n] uint8 each, from `device.allocate_shared`; one for an order to write, two for a session. Neither
         they nor this object may be reused or dropped before the answer.
         """
         weight_loader.clear_answer(self._answer)
         encoded = torch.frombuffer(bytearray(json.dumps(order).encode()), dtype=torch.uint8)
-        self._order = allocate(len(encoded)).copy_(encoded)
+        self._order = device.allocate_shared(len(encoded)).copy_(encoded)
         tensors = [("order", self._order), ("answer", self._answer)]
-        return pack_payload(tensors + [(f"bucket{number or ''}", bucket) for number, bucket in enumerate(buckets)])
+        tensors += [(f"bucket{number or ''}", bucket) for number, bucket in enumerate(buckets)]
+        return self._backend.pack_payload(tensors)
 
     def read_answer(self) -> dict[str, Any]:
         """Return the answer to the last order. Raises EngineError if there is none, or the order failed."""
@@ -64,19 +66,26 @@ class WeightSender:
     `reshard.run.executor.SendToEngine`. In that time each rank talks only to the engine rank on the same device;
     everything else is collective over an engine's ranks.
 
-    engine: on the lead rank, None on the others. timeout: seconds that the engine may take for an order.
+    backend: kind of the engine. engine: on the lead rank, None on the others. timeout: seconds that the engine may take
+    for an order.
 
     A failing engine raises nothing: its ranks go on taking part, since others wait for what they send. Afterwards
     `errors` lists what went wrong on this rank, and `failure` is the engine's error.
     """
 
-    def __init__(self, engine: Engine | None, gather_payloads: GatherPayloads, timeout: float = 120.0) -> None:
+    def __init__(
+        self,
+        backend: EngineBackend,
+        engine: Engine | None,
+        gather_payloads: GatherPayloads,
+        timeout: float = 120.0,
+    ) -> None:
         self.engine, self.gather_payloads, self.timeout = engine, gather_payloads, timeout
         self.errors: list[str] = []
         self.failure: EngineError | None = None
         self.mismatches: list[str] = []
         """Tensors that compare orders found to differ."""
-        self._order_buffer = OrderBuffer()
+        self._order_buffer = OrderBuffer(backend)
         self._buckets: list[torch.Tensor] = []
         self._channel: WeightChannel | None = None
         self._session_request: Future[None] | None = None

@@ -245,7 +245,10 @@ def plan_memory(
             name, engine_role = role.replace("_", " "), f"rollout_{policy}" if policy else "engine"
             policy_engine = other_engines.get(engine_role, {}) if policy else engine
             weights, engine_weights = states.get(f"{name} weights", 0), policy_engine.get(f"{engine_role} weights", 0)
-            bucket = policy_config(config, role).rollout.weight_sync_bucket_mb << 20
+            rollout_settings = policy_config(config, role).rollout
+            if weights and rollout_settings.sync_changes_only:
+                host["last synced weights"] = host.get("last synced weights", 0) + weights
+            bucket = rollout_settings.weight_sync_bucket_mb << 20
             if staged := sync_staging_bytes(bucket, weights, engine_weights):
                 syncs[role] = {f"{engine_role} weights": engine_weights, "reshard staging": staged}
             if weights and config.guards.ppo_kl:
@@ -253,7 +256,8 @@ def plan_memory(
                 host["last good policy"] = host.get("last good policy", 0) + model_bytes
         if requirements.has_rollout and requirements.trained_roles and config.train.offload and states:
             host["states, while generating"] = sum(states[name] for name in states if "gradients" not in name)
-        if engine and takes_turns(config, requirements.roles, "rollout"):
+        is_kept = config.rollout.sync_changes_only and not config.rollout.asynchronous
+        if engine and (is_kept or takes_turns(config, requirements.roles, "rollout")):
             host["engine weights, asleep"] = engine["engine weights"]
         for role, parts in other_engines.items():
             if takes_turns(config, requirements.roles, role):

@@ -10,6 +10,8 @@ import torch
 import torch.cuda.nvtx
 import torch.cuda.profiler
 
+from megarl.parallel import shared_memory
+
 _HAS_CUDA = torch.cuda.is_available()  # checked once, before torch.cuda is patched
 
 
@@ -51,6 +53,13 @@ def synchronize(tensor: torch.Tensor, whole: bool = False) -> None:
         torch.cuda.synchronize(tensor.device)
     elif tensor.is_cuda:
         torch.cuda.current_stream(tensor.device).synchronize()
+
+
+def allocate_shared(size: int) -> torch.Tensor:
+    """Allocate [size] uint8 on this rank's device, in memory that another process of the machine can open."""
+    if _HAS_CUDA:
+        return torch.empty(size, dtype=torch.uint8, device=device())
+    return shared_memory.empty((size,), torch.uint8)
 
 
 def empty_cache() -> None:

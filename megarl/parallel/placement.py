@@ -52,7 +52,7 @@ def split_role(role: str) -> tuple[str, str]:
     return (match[1], match[2]) if match else (role, "")
 
 
-MEGATRON, SGLANG = "megatron", "sglang"
+MEGATRON, ENGINES = "megatron", ("sglang",)
 SERVICES = ("http", "judge")
 """Reward backends that query a service, in addition to the backend that computes `reward.model`."""
 
@@ -132,10 +132,11 @@ def has_model(config: Config, role: str) -> bool:
 
 
 def is_engine_role(config: Config, role: str) -> bool:
-    """Return whether the role runs engines on its ranks: `rollout`, also of another policy, and any role with
-    `backend: sglang`."""
+    """Return whether the role runs engines on its ranks: `rollout`, also of another policy, and any role whose
+    backend is one of `ENGINES`."""
     base = split_role(role)[0]
-    return base == "rollout" or (base not in BUILTIN_ROLES and role_settings(config, role).backend == (SGLANG,))
+    backend = role_settings(config, role).backend if base not in BUILTIN_ROLES else ()
+    return base == "rollout" or (len(backend) == 1 and backend[0] in ENGINES)
 
 
 def has_separate_reference(config: Config) -> bool:

@@ -111,7 +111,8 @@ def _frozen_engine_config(config: Config, role: str) -> Config:
     for name in settings.rollout:
         if name not in JUDGE_KEYS and name in {field.name for field in dataclasses.fields(RolloutConfig)}:
             raise ConfigError(f"{key}{name} does not apply to the {role}; its keys are {', '.join(JUDGE_KEYS)}")
-    rollout: RolloutConfig = strict.build_dataclass(RolloutConfig, settings.rollout, key, root=Config)
+    defaults = RolloutConfig(engine=settings.backend[0])
+    rollout: RolloutConfig = strict.build_dataclass(RolloutConfig, settings.rollout, key, Config, defaults)
     placement = {**config.placement, "rollout": placement_of(config).format_ranks(role)}
     return dataclasses.replace(
         config,

@@ -11,9 +11,8 @@ from typing import Any, TypeVar
 
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import OnWeightSync, RolloutConfig
-from megarl.engine.client import Client
-from megarl.engine.engine_protocol import EngineLost
-from megarl.engine.sglang_engine import Engine, watch
+from megarl.engine.engine_protocol import Engine, EngineClient, EngineLost
+from megarl.engine.engine_restart import watch
 from megarl.engine.tool_calls import ParsedResponse, ParseFunction, make_parser
 from megarl.environments.process_sessions import EnvironmentPool, ToolCallStats
 from megarl.models.routing import RoutingShape
@@ -79,11 +78,11 @@ class RolloutRunner:
         self._server_lock = asyncio.Lock()
         self._parse: ParseFunction | None = None
         self._stream: GroupStream | None = None
-        self._client: Client | None = None
+        self._client: EngineClient | None = None
         self._stream_task: asyncio.Task[None] | None = None
         self._stream_engine_start = 0
         """The engine's start number to which the stream is bound."""
-        self._client_by_gate: dict[RequestGate, Client] = {}
+        self._client_by_gate: dict[RequestGate, EngineClient] = {}
         """Clients of running generations outside the stream."""
         self._pause_lock, self._is_paused = asyncio.Lock(), False
         """Held while no request may be sent to the engine."""
@@ -160,7 +159,7 @@ class RolloutRunner:
 
         return self._submit(run())
 
-    async def _watch(self, client: Client, start: int) -> None:
+    async def _watch(self, client: EngineClient, start: int) -> None:
         try:
             await watch(self._engine, client, self._config.hang_timeout, start)
         except EngineLost as lost:
@@ -186,7 +185,7 @@ class RolloutRunner:
 
         self._submit(start()).result()
 
-    def _run_stream(self, stream: GroupStream, client: Client) -> None:
+    def _run_stream(self, stream: GroupStream, client: EngineClient) -> None:
         self._client, self._stream_engine_start = client, self._engine.start_number
         self._stream_task = asyncio.create_task(stream.run(partial(self._watch, client, self._stream_engine_start)))
 
@@ -305,13 +304,10 @@ class RolloutRunner:
 
     # --- helpers
 
-    def _new_client(self) -> Client:
-        engine, limit = self._engine, self._config.step_timeout + _REQUEST_MARGIN_S
-        check_runs = partial(engine.check_running, engine.start_number)
-        version = engine.weight_version
-        return Client(engine.url, engine.api_key, limit, self._routing, version, check_runs, self._indices)
+    def _new_client(self) -> EngineClient:
+        return self._engine.connect(self._config.step_timeout + _REQUEST_MARGIN_S, self._routing, self._indices)
 
-    def _make_context(self, client: Client, config: RolloutConfig) -> RolloutContext:
+    def _make_context(self, client: EngineClient, config: RolloutConfig) -> RolloutContext:
         engine, chat = self._engine, self._chat
         if self._environments is None:
             log = engine.log.with_name(engine.log.name.replace("engine", "tools"))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megarl.config import Config, ConfigError
-from megarl.engine.sglang_engine import EngineRestart
+from megarl.engine.engine_restart import EngineRestart
 from megarl.parallel import ranks
 
 _REMEDIES = {

@@ -12,8 +12,9 @@ from contextlib import AbstractContextManager
 from typing import TypeVar
 
 from megarl.config import ConfigError
-from megarl.engine.engine_protocol import EngineError
-from megarl.engine.sglang_engine import Engine, EngineRestart
+from megarl.engine.engine_backends import engine_backend
+from megarl.engine.engine_protocol import Engine, EngineError
+from megarl.engine.engine_restart import EngineRestart
 from megarl.observe.clock import REMOTE
 from megarl.parallel import device, ranks
 from megarl.parallel.placement import engine_ranks, placement_of, role_parallel
@@ -25,6 +26,14 @@ from megarl.workers.weight_sync import WeightSync
 
 Member = TypeVar("Member")
 Result = TypeVar("Result")
+
+
+def _wake(engine: Engine) -> None:
+    engine.wake()
+
+
+def _wake_weights(engine: Engine) -> None:
+    engine.wake_weights()
 
 
 class Engines:
@@ -66,11 +75,11 @@ class Engines:
             return
         addresses = ranks.all_gather_objects(f"{ranks.node_address()}:{free_port()}")
         if self.engine_index is not None and self._position % min(tp, ranks_per_node) == 0:
-            self.engine = Engine(
+            self.engine = engine_backend(self.config).make_engine(
                 self.config,
                 self.engine_index,
                 label=label,
-                keeps_weights=self.takes_turns,
+                keeps_weights=self.takes_turns or self.config.rollout.sync_changes_only,
                 first_device=self.job.local_rank,
                 nnodes=-(-tp // ranks_per_node),
                 node_rank=self._position // ranks_per_node,
@@ -106,6 +115,14 @@ class Engines:
         """True if the last weight sync was fully verified."""
         return self.weight_sync is not None and self.weight_sync.is_verified
 
+    def sync_metrics(self) -> dict[str, float]:
+        """Return the traffic between nodes of the last weight sync, if it sends changes only. Not collective."""
+        sync = self.weight_sync
+        if sync is None or not sync.whole_bytes:
+            return {}
+        sent, whole = sync.sent_bytes, sync.whole_bytes
+        return {"weight_sync/network_gb": sent / 1e9, "weight_sync/sent_frac": sent / whole}
+
     @property
     def phase_owner(self) -> str:
         """Owner of the engines' phases on this rank, for the clock."""
@@ -132,10 +149,10 @@ class Engines:
 
     def wait_ready(self) -> None:
         with self.with_timeout(self.config.rollout.start_timeout):
-            run_if_present(self.engine, Engine.wait_ready)
+            run_if_present(self.engine, lambda engine: engine.wait_ready())
             if self.weight_sync is not None:
                 if self.takes_turns:
-                    self.wake(Engine.wake_weights)
+                    self.wake(_wake_weights)
                 self.weight_sync.check_engines()  # fail at the start rather than after a step
                 if self.takes_turns:
                     self.sleep()
@@ -145,7 +162,7 @@ class Engines:
         if self.engine is not None and self.engine_restart is not None:
             self.engine_restart.close()
 
-    def wake(self, wake: Callable[[Engine], None] = Engine.wake) -> None:
+    def wake(self, wake: Callable[[Engine], None] = _wake) -> None:
         """Wake the engines after every rank has returned its cached device memory, and other roles' engines sleep.
 
         The barrier is needed because a lead also wakes its engine on the devices of other ranks.
@@ -189,10 +206,10 @@ class Engines:
         self._actor, self.version = actor, version
         self.recovery.exchange_losses(should_check=True)
         self._wait_restarts(actor)
-        self.wake(Engine.wake_weights)
+        self.wake(_wake_weights)
         while not self._sync_once(actor):
             self._wait_restarts(actor)
-            self.wake(Engine.wake_weights)
+            self.wake(_wake_weights)
 
     def find_mismatches(self, actor: ActorWorker) -> list[str] | None:
         """Return the names of tensors that differ bitwise between an engine and the actor, the same on all ranks.
@@ -278,7 +295,7 @@ class Engines:
         return ranks.with_timeout(seconds + self.config.run.distributed_timeout_s)
 
     def _collect(self, payload: str) -> list[str]:
-        """Gather payloads over the ranks of this engine; see `engine.sglang_engine.GatherPayloads`.
+        """Gather payloads over the ranks of this engine; see `engine_protocol.GatherPayloads`.
 
         Acts as a barrier, since the sizes of the payloads are exchanged first.
         """

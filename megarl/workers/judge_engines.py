@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megarl.engine.client import Client
-from megarl.engine.engine_protocol import EngineLost
-from megarl.engine.sglang_engine import Engine, watch
+from megarl.engine.engine_protocol import Engine, EngineLost
+from megarl.engine.engine_restart import watch
 from megarl.parallel import row_exchange
 from megarl.parallel.ranks import run_on_all
 from megarl.rewards.composite import NOT_SCORED
@@ -88,7 +87,7 @@ def _score_on_engine(
     hang_timeout = engine.config.rollout.hang_timeout
 
     async def watch_engine() -> None:
-        async with Client(engine.url, engine.api_key, hang_timeout) as client:
+        async with engine.connect(hang_timeout) as client:
             client.num_pending = 1  # so that silence counts
             await watch(engine, client, hang_timeout, engine.start_number)
 

@@ -10,8 +10,7 @@ import torch
 
 from megarl.checkpoint.manifest import Write, write_nothing
 from megarl.config import Config, ConfigError, OnWeightSync
-from megarl.engine.engine_protocol import EngineLost
-from megarl.engine.sglang_engine import Engine
+from megarl.engine.engine_protocol import Engine, EngineLost
 from megarl.engine.tool_calls import check_parser
 from megarl.models.routing import routing_shape
 from megarl.models.sparse_indices import index_shape
@@ -129,7 +128,7 @@ class RolloutWorker(Worker):
 
         def check(engine: Engine) -> str:
             parser, marker = engine.tool_call_parser, engine.tool_call_marker
-            return check_parser(chat, engine.url, engine.api_key, parser, marker, limit, is_family_default)
+            return check_parser(chat, engine.connect(limit), parser, marker, is_family_default)
 
         problem = self.engines.run_on_leads(check)
         for text in ranks.all_gather_objects(problem):
@@ -428,6 +427,7 @@ class RolloutWorker(Worker):
             | self._stream.metrics
             | self._agent_metrics.metrics
             | self._tool_monitor.metrics
+            | self.engines.sync_metrics()
             | recovery_metrics
         )
 

@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 
 from megarl.config import Config, ConfigError
-from megarl.engine.engine_protocol import EngineError
-from megarl.engine.sglang_engine import Engine, GatherPayloads, allocate
+from megarl.engine.engine_backends import engine_backend
+from megarl.engine.engine_protocol import Engine, EngineError, GatherPayloads
 from megarl.engine.weight_sender import WeightSender
 from megarl.models.layout_algebra import HFConfig, Param
 from megarl.models.registry import family_of, num_trained_mtp
+from megarl.parallel import device
 from megarl.parallel.ranks import Job, all_gather_objects, host_group, new_host_group
-from megarl.reshard.plan.from_config import build_plan, engine_layout
+from megarl.reshard.plan.from_config import build_plan
 from megarl.reshard.plan.layout import (
     find_digest_mismatch,
     find_engine_problems,
@@ -58,7 +59,8 @@ class WeightSync:
         rows = family.params(hf, 1, mtp=num_trained_mtp(hf, config) > 0)
         self.params: list[Param] = [part for row in rows for part in row.by_slot()]
         self.train_ranks, self.engine_ranks = train_ranks, engine_ranks
-        self.plan = build_plan(hf, config, engine_layout(config), train_ranks, engine_ranks)
+        self.backend = engine_backend(config)
+        self.plan = build_plan(hf, config, self.backend.layout(hf, config), train_ranks, engine_ranks)
         self.member_ranks = self.plan.rank_map.participants
         """Training and engine ranks, ascending."""
         self.group = (
@@ -71,6 +73,9 @@ class WeightSync:
         """Syncs since `verify_next`; counted on all ranks, including non-members."""
         self.is_checked = False
         """True once the engines' tensors have been compared with the plan."""
+        self.sent_bytes, self.whole_bytes = 0, 0
+        """Bytes that all ranks sent between nodes in the last weight sync, and would have sent with whole messages.
+        Counted with `rollout.sync_changes_only`."""
         if self.is_member:
             ranks_per_node, bucket = config.parallel.ranks_per_node, self.plan.bucket_bytes
             digest = plan_digest(dict(hf), self.plan.train, self.plan.engine, ranks_per_node, bucket)
@@ -128,7 +133,20 @@ class WeightSync:
         if problems := problems + end_problems:
             raise ConfigError(f"{where}: {problems[0]}")
         self.is_checked = self.is_checked or succeeded
-        return not (lost or lost_at_end)
+        is_complete = not (lost or lost_at_end)
+        if self.config.rollout.sync_changes_only and self.executor is not None:
+            self._keep_base(local, version if is_complete else None)
+        return is_complete
+
+    def _keep_base(self, local: Mapping[str, torch.Tensor], version: int | None) -> None:
+        """Keep what the next weight sync sends the changes from; nothing if not all engines have the last version."""
+        assert self.executor is not None
+        if version is None:
+            self.executor.drop_base()
+        else:
+            self.executor.keep_base(local, version)
+        counts = self._gather((self.executor.sent_bytes, self.executor.whole_bytes))
+        self.sent_bytes, self.whole_bytes = (sum(column) for column in zip(*counts, strict=True))
 
     def _send(self, local: Mapping[str, torch.Tensor], sender: WeightSender, version: int) -> None:
         self._run_executor(local, sender, version)
@@ -139,7 +157,8 @@ class WeightSync:
         self, local: Mapping[str, torch.Tensor], sender: WeightSender, version: int, compare: bool = False
     ) -> None:
         if self.executor is None:
-            self.executor = Executor(self.plan, self.job.rank, self.config.rollout.verify_weights_every, allocate)
+            verify_every = self.config.rollout.verify_weights_every
+            self.executor = Executor(self.plan, self.job.rank, verify_every, device.allocate_shared)
 
         def share(buckets: Sequence[torch.Tensor]) -> None:
             sender.open(buckets, self.plan.engine.draft)
@@ -154,7 +173,7 @@ class WeightSync:
         sender.close()
 
     def _make_sender(self) -> WeightSender:
-        return WeightSender(self.engine, self.collect, self.config.rollout.hang_timeout)
+        return WeightSender(self.backend, self.engine, self.collect, self.config.rollout.hang_timeout)
 
     @property
     def is_verified(self) -> bool:
@@ -182,6 +201,7 @@ class WeightSync:
         self.num_syncs = 0
         if self.executor is not None:
             self.executor.num_syncs = 0
+            self.executor.drop_base()
 
     @property
     def _draft_flags(self) -> tuple[bool, ...]:
@@ -220,7 +240,7 @@ class WeightSync:
         has_shared_experts = any(param.slot and is_shared_expert(param.slot.name) for param in self.params)
         fuses = has_shared_experts and not any(map(is_shared_expert, tensors[False]))
         if fuses:
-            layout = replace(layout, fuse_shared=True)  # SGLang's decision, the same on all ranks
+            layout = replace(layout, fuse_shared=True)  # the engine's decision, the same on all ranks
         assert self.engine_rank is not None
         position, wire = self.engine_rank % layout.tp, self.plan.assignment.wire
         problems = find_layout_problems(odd_tensors)

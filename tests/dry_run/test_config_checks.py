@@ -18,6 +18,7 @@ from megarl.config import Config, ConfigError, from_dict
 from megarl.controllers.controller import load_requirements
 from megarl.dry_run.config_checks import check_data, check_drafts, check_registered_buffers, mean_image_bytes
 from megarl.dry_run.model_folders import check_same_tokenizer
+from megarl.engine.sglang.sglang_backend import SGLangBackend
 
 pytestmark = pytest.mark.alone
 
@@ -55,16 +56,17 @@ def test_drafts_need_an_mtp_layer_and_its_tensors(tmp_path: Path) -> None:
             {"max_context": 1021},
             "rollout.num_speculative_tokens=3 needs 1025 positions.* the model has 1024; lower",
         ),
-        (
-            {},
-            {"sglang": {"attn_dp_size": 2}},
-            "rollout.num_speculative_tokens=3 with rollout.sglang.attn_dp_size: not tested",
-        ),
     ],
 )
 def test_invalid_drafts_raise(changes: dict[str, Any], rollout: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_drafts(HF | changes, speculative_config(**rollout))
+
+
+def test_drafts_with_attention_data_parallelism_raise() -> None:
+    config = speculative_config(sglang={"attn_dp_size": 2})
+    with pytest.raises(ConfigError, match=r"num_speculative_tokens=3 with rollout.sglang.attn_dp_size: not tested"):
+        SGLangBackend().check(HF, config)
 
 
 def check_and_warn(algorithm: str, train: Path, held_out: Path, **data: Any) -> list[str]:

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from megarl.config import Config, ConfigError, from_dict
-from megarl.config.server_args import check_sampling
 from megarl.controllers.controller import load_requirements
 from megarl.dry_run.rollout_checks import (
     check_asynchronous,
     check_enough_prompts,
     check_oversampling,
 )
+from megarl.engine.sglang.server_args import check_sampling
 from megarl.types.requirements import Requirements
 
 

@@ -14,9 +14,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megarl.config import Config, ConfigError, from_dict, load_config, server_args, to_dict
+from megarl.config import Config, ConfigError, from_dict, load_config, to_dict
 from megarl.dry_run.config_checks import check_engine
 from megarl.dry_run.validation import Report, render, validate
+from megarl.engine.sglang import server_args
 from megarl.models.registry import load_hf_config
 from megarl.workers.worker_registry import RegisteredWorker
 

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from megarl.config import from_dict
-from megarl.engine.engine_host import HostProcess
-from megarl.engine.sglang_engine import secret_variables
+from megarl.engine.engine_host import HostProcess, secret_variables
 
 
 def test_hides_secrets_and_torchrun_variables_from_engines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,7 +27,7 @@ def test_hides_secrets_and_torchrun_variables_from_engines(monkeypatch: pytest.M
     public = ("TOKENIZERS_PARALLELISM", "KEYBOARD", "CUDA_VISIBLE_DEVICES", "NCCL_DEBUG")
     for name in (*secret, *public, "RANK", "MASTER_ADDR"):
         monkeypatch.setenv(name, "1")
-    host = HostProcess({"OWN": "2"}, preload=False, hidden={"JUDGE"})
+    host = HostProcess({"OWN": "2"}, hidden={"JUDGE"})
     host.close()
     assert environment["OWN"] == "2" and all(environment[name] == "1" for name in public)
     assert not {*secret, "RANK", "MASTER_ADDR"} & environment.keys()
@@ -49,7 +48,7 @@ def test_gives_up_on_a_host_that_keeps_exiting(
             super().__init__(["sh", "-c", "exit 3"])
 
     monkeypatch.setattr(subprocess, "Popen", ExitingProcess)
-    host = HostProcess({}, preload=False)
+    host = HostProcess({})
     deadline = time.monotonic() + 20
     while Path(host.path).exists() and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from megarl.engine import sglang_engine
+from megarl.engine import engine_restart
 from megarl.engine.engine_protocol import EngineLost
-from megarl.engine.sglang_engine import watch
+from megarl.engine.engine_restart import watch
 
 
 class FakeEngine:
@@ -64,8 +64,8 @@ def watch_engine(engine: FakeEngine, seconds: float = 1.0) -> EngineLost | None:
 
 @pytest.fixture(autouse=True)
 def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang_engine, "_WATCH_POLL_S", 0.01)
-    monkeypatch.setattr(sglang_engine, "_SILENCE_S", 0.05)
+    monkeypatch.setattr(engine_restart, "_WATCH_POLL_S", 0.01)
+    monkeypatch.setattr(engine_restart, "_SILENCE_S", 0.05)
 
 
 def test_dead_engine_is_lost() -> None:

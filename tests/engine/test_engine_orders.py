@@ -21,9 +21,12 @@ from orders import check_orders, overwrite_weights
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from megarl.engine.sglang_engine import Engine, EngineError, allocate
+from megarl.engine.engine_protocol import EngineError
+from megarl.engine.sglang.sglang_backend import SGLangBackend
+from megarl.engine.sglang.sglang_engine import SGLangEngine
 from megarl.engine.weight_sender import OrderBuffer, WeightSender
 from megarl.parallel import shared_memory
+from megarl.parallel.device import allocate_shared
 from megarl.reshard.plan.layout import EngineLayout
 
 
@@ -152,9 +155,9 @@ def test_attention_dp_redundant_and_fused_shared_experts(host: str, tmp_path: Pa
         assert checksums(running.engine) == before
 
 
-def describe_ranks(engine: Engine, ranks: int = 1) -> list[dict[str, Any]]:
+def describe_ranks(engine: SGLangEngine, ranks: int = 1) -> list[dict[str, Any]]:
     """Return the descriptions of the engine's ranks, from an update that writes nothing."""
-    buffers = [OrderBuffer() for _ in range(ranks)]
+    buffers = [OrderBuffer(SGLangBackend()) for _ in range(ranks)]
     engine.begin_update()
     engine.call_loader([buffer.make_payload({"do": "describe"}) for buffer in buffers])
     engine.end_update(0)
@@ -174,12 +177,12 @@ def test_describe_leaves_generation_unchanged(qwen3_moe: RunningEngine, deepseek
             assert out.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
 
 
-def checksums(engine: Engine) -> list[dict[str, str]]:
+def checksums(engine: SGLangEngine) -> list[dict[str, str]]:
     return [rank["checksums"] for rank in engine._call("/weights_checker", {"action": "checksum"})["ranks"]]
 
 
 def test_invalid_order_writes_nothing_but_makes_the_engine_unusable(qwen3_moe: RunningEngine) -> None:
-    engine, buffer, bucket = qwen3_moe.engine, OrderBuffer(), allocate(16)
+    engine, buffer, bucket = qwen3_moe.engine, OrderBuffer(SGLangBackend()), allocate_shared(16)
     before = [out.token_ids.tolist() for out in generate(engine)]
     engine.begin_update()
     order = {"do": "write", "version": 1, "tensor_dtype": {}, "slices": [["no.such.tensor", -1, 0, 1, 0, 1, 0, -1]]}
@@ -197,12 +200,12 @@ def test_invalid_order_writes_nothing_but_makes_the_engine_unusable(qwen3_moe: R
 
 def test_orders_outside_of_an_update_are_rejected(qwen3_moe: RunningEngine) -> None:
     with pytest.raises(EngineError, match="must run between"):
-        qwen3_moe.engine.call_loader([OrderBuffer().make_payload({"do": "describe"})])
+        qwen3_moe.engine.call_loader([OrderBuffer(SGLangBackend()).make_payload({"do": "describe"})])
 
 
 def test_orders_leak_no_shared_memory(qwen3_moe: RunningEngine) -> None:
     """Neither files in shared memory nor mappings in the engine's processes remain."""
-    engine, buffer, bucket = qwen3_moe.engine, OrderBuffer(), allocate(1 << 20)
+    engine, buffer, bucket = qwen3_moe.engine, OrderBuffer(SGLangBackend()), allocate_shared(1 << 20)
     order = {"do": "write", "version": 1, "tensor_dtype": {}, "slices": []}
 
     def send(times: int) -> tuple[int, int]:
@@ -220,7 +223,7 @@ def test_orders_leak_no_shared_memory(qwen3_moe: RunningEngine) -> None:
 def test_sender_session_writes_buckets_and_leaks_no_memory(qwen3_moe: RunningEngine) -> None:
     """The buckets exist before and after the session; the engine maps each once and takes any number of orders in one
     request."""
-    engine, buckets = qwen3_moe.engine, [allocate(1 << 10) for _ in range(2)]
+    engine, buckets = qwen3_moe.engine, [allocate_shared(1 << 10) for _ in range(2)]
     dtype, (size,) = describe_ranks(engine)[0]["tensors"]["model.norm.weight"]
     order = {"do": "write", "version": 1, "sync_id": "a", "tensor_dtype": {"model.norm.weight": dtype}}
     order["slices"] = [["model.norm.weight", -1, 0, size, 0, 1, 0, -1]]
@@ -229,7 +232,7 @@ def test_sender_session_writes_buckets_and_leaks_no_memory(qwen3_moe: RunningEng
     flipped = weights.flip(0)
 
     def send(values: list[torch.Tensor]) -> tuple[int, int]:
-        sender = WeightSender(engine, lambda payload: [payload])
+        sender = WeightSender(SGLangBackend(), engine, lambda payload: [payload])
         engine.begin_update()
         sender.open(buckets)
         for number, value in enumerate(values):
@@ -252,7 +255,7 @@ def test_sender_session_writes_buckets_and_leaks_no_memory(qwen3_moe: RunningEng
         assert out.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
 
 
-def shared_memory_use(engine: Engine) -> tuple[int, int]:
+def shared_memory_use(engine: SGLangEngine) -> tuple[int, int]:
     """Return the bytes that this process shares and the number of such mappings in its children, the engine's processes
     included."""
     children, mapped = psutil.Process().children(recursive=True), 0

@@ -6,7 +6,7 @@ import threading
 from typing import Any
 
 from megarl.engine.engine_protocol import EngineError, EngineLost
-from megarl.engine.sglang_engine import EngineRestart
+from megarl.engine.engine_restart import EngineRestart
 
 
 class FakeEngine:

@@ -17,7 +17,7 @@ from templates import ChatFormat
 from megarl.chat_format.chat_messages import CALL_FORMATS, format_call_id
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import ConfigError
-from megarl.config.server_args import tool_call_parsers
+from megarl.engine.sglang.server_args import tool_call_parsers
 from megarl.engine.tool_calls import ParsedResponse, ToolCall, build_response, escape_text
 from megarl.environments.ready.calculator import calculator
 from megarl.environments.tools import Tool

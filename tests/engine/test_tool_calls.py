@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from megarl.config import ConfigError
-from megarl.config.server_args import tool_call_parsers
+from megarl.engine.sglang.server_args import tool_call_parsers
 from megarl.engine.tool_calls import ParsedResponse, ToolCall, build_response, escape_text, parser_name
 from megarl.models.registry import FAMILIES
 

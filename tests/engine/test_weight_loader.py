@@ -6,16 +6,16 @@ import base64
 import json
 import pickle
 import re
-import sys
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from megarl.engine import weight_loader
-from megarl.engine.sglang_engine import EngineError, allocate
+from megarl.engine.engine_protocol import EngineError
+from megarl.engine.sglang.sglang_backend import SGLangBackend
 from megarl.engine.weight_sender import OrderBuffer
+from megarl.parallel.device import allocate_shared
 from megarl.reshard.run.checksum import device_hash
 
 pytestmark = pytest.mark.alone
@@ -62,7 +62,7 @@ def make_bucket(*tensors: torch.Tensor) -> torch.Tensor:
 
 
 def to_shared(data: torch.Tensor) -> torch.Tensor:
-    return allocate(len(data)).copy_(data)
+    return allocate_shared(len(data)).copy_(data)
 
 
 def test_describe_lists_parameters_and_saved_buffers() -> None:
@@ -188,68 +188,12 @@ def test_load_does_not_raise_without_an_answer_buffer(capfd: pytest.CaptureFixtu
     assert "cannot be sent" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("attribute", "value", "message"),
-    [
-        ("load_up_proj_weight_first", True, "has the rows of up before those of gate"),
-        ("use_flashinfer_trtllm_moe", True, "packs them into blocks"),
-        ("w13_swiglu_interleaved", True, "gate and up in turn"),
-        ("use_triton_kernels", True, "transposed"),
-        ("use_marlin", True, "repacked"),
-        ("load_up_proj_weight_first", False, ""),
-        ("_block_fp8_bf16_weight", None, ""),
-    ],
-)
-def test_describe_reports_unusual_weight_layouts(attribute: str, value: Any, message: str) -> None:
-    """The attribute may be on the layer or on its quantization method."""
-    for owner in ("layer", "method"):
-        layer = Model()
-        layer.quant_method = type("Method", (), {})()
-        setattr(layer if owner == "layer" else layer.quant_method, attribute, value)
-        unusual = execute(torch.nn.Sequential(Model(), layer), {"do": "describe"})["odd"]
-        assert len(unusual) == bool(message)
-        assert all(line.startswith("1 has ") and message in line for line in unusual)
-
-
-def test_describe_reports_shuffled_weights() -> None:
-    model = Model()
-    model.matrix.is_shuffled = True  # type: ignore[attr-defined]
-    assert execute(model, {"do": "describe"})["odd"] == ["the model has its weights shuffled (is_shuffled)"]
-
-
-@pytest.mark.parametrize(
-    ("experts", "is_moved"),
-    [([[0, 1, 2, 3]] * 2, False), ([[0, 1, 2, 3, 0, 1]], False), ([[0, 1, 2, 3], [0, 2, 1, 3]], True)],
-)
-def test_describe_reports_moved_experts(
-    monkeypatch: pytest.MonkeyPatch, experts: list[list[int]], is_moved: bool
-) -> None:
-    table = SimpleNamespace(physical_to_logical_map_cpu=torch.tensor(experts), num_logical_experts=4)
-    fake_module = SimpleNamespace(get_global_expert_location_metadata=lambda: table)
-    monkeypatch.setitem(sys.modules, "sglang.srt.eplb.expert_location", fake_module)  # type: ignore[arg-type]
-    unusual = execute(Model(), {"do": "describe"})["odd"]
-    assert unusual == (["the engine's experts are not at their index (init_expert_location)"] if is_moved else [])
-
-
-def test_finish_recomputes_derived_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[object] = []
-    fake_module = ModuleType("sglang.srt.model_loader.loader")
-    fake_module.post_load_weights = done.append  # type: ignore[attr-defined]
-    for name in ("sglang", "sglang.srt", "sglang.srt.model_loader"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, fake_module.__name__, fake_module)
-    model = Model()
-    monkeypatch.setattr(Model, "refresh_gemma_weight", lambda norm: done.append(("1 + w", norm)), raising=False)
-    assert execute(model, {"do": "finish"}) == {}
-    assert done == [model, ("1 + w", model)]
-
-
 def decode_payload(payload: str) -> list[tuple[str, torch.Tensor]]:
     return pickle.loads(base64.b64decode(payload))
 
 
 def test_order_buffer_carries_orders_and_answers() -> None:
-    model, buffer = Model(), OrderBuffer()
+    model, buffer = Model(), OrderBuffer(SGLangBackend())
     bucket = make_bucket(torch.arange(5.0))
     for shift in range(3):  # the bucket keeps its place after its first use
         bucket[:20].view(torch.float32)[:] = torch.arange(5.0) + shift
@@ -263,7 +207,7 @@ def test_order_buffer_carries_orders_and_answers() -> None:
 
 
 def test_order_buffer_ignores_old_answers() -> None:
-    buffer = OrderBuffer()
+    buffer = OrderBuffer(SGLangBackend())
     weight_loader.load(Model(), decode_payload(buffer.make_payload({"do": "describe"})))
     buffer.read_answer()
     buffer.make_payload({"do": "describe"})  # nobody executes it

@@ -16,15 +16,17 @@ import pytest
 import torch
 
 from megarl.engine import weight_loader
-from megarl.engine.engine_protocol import EngineLost
-from megarl.engine.sglang_engine import Engine, EngineError, allocate
+from megarl.engine.engine_protocol import EngineError, EngineLost
+from megarl.engine.sglang.sglang_backend import SGLangBackend
+from megarl.engine.sglang.sglang_engine import SGLangEngine
 from megarl.engine.weight_sender import WeightSender
 from megarl.parallel import device
+from megarl.parallel.device import allocate_shared
 
 Execute = Callable[[dict[str, Any]], dict[str, Any]]
 
 
-class InProcessEngine(Engine):
+class InProcessEngine(SGLangEngine):
     """Executes orders on a module in this process, in the thread that sends them."""
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -53,12 +55,12 @@ def make_order(offset: int, row: int) -> dict[str, Any]:
 
 
 def make_bucket(*values: float) -> torch.Tensor:
-    return allocate(4 * len(values)).copy_(torch.tensor(values, dtype=torch.float32).view(torch.uint8))
+    return allocate_shared(4 * len(values)).copy_(torch.tensor(values, dtype=torch.float32).view(torch.uint8))
 
 
 def make_sender(timeout: float = 20.0) -> tuple[WeightSender, InProcessEngine]:
     engine = InProcessEngine(torch.nn.Linear(2, 3, bias=False))
-    return WeightSender(engine, lambda payload: [payload], timeout), engine
+    return WeightSender(SGLangBackend(), engine, lambda payload: [payload], timeout), engine
 
 
 def test_alternates_buffers_within_one_request() -> None:
@@ -246,7 +248,7 @@ def test_follower_rank_does_not_wait_for_an_absent_engine() -> None:
         collected.append(payload)
         return ["", payload]  # the leading rank has no engine
 
-    follower = WeightSender(None, collect, timeout=20.0)
+    follower = WeightSender(SGLangBackend(), None, collect, timeout=20.0)
     follower.open([make_bucket(0, 0), make_bucket(0, 0)])
     follower(make_bucket(0, 0), make_order(0, 0))
     follower.close()

@@ -15,14 +15,14 @@ from transformers import PreTrainedModel
 
 from megarl.config import Config
 from megarl.engine.engine_host import HOST_VARIABLE
-from megarl.engine.sglang_engine import Engine
+from megarl.engine.sglang.sglang_engine import SGLangEngine
 
 
 @dataclass(frozen=True)
 class RunningEngine:
     """An engine and the model that it started with."""
 
-    engine: Engine
+    engine: SGLangEngine
     config: Config
     model: PreTrainedModel
     folder: Path
@@ -38,7 +38,7 @@ def start_engine(host: str, model: PreTrainedModel, folder: Path, **rollout: Any
         sparse_index_replay=hasattr(model.config, "index_topk"),
     )
     config = replace(config, train=records)
-    engine = Engine(config, threads=1)
+    engine = SGLangEngine(config, threads=1)
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv(HOST_VARIABLE, host)
         engine.start()

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from engine_config import make_config
 
-from megarl.engine.sglang_engine import Engine
+from megarl.engine.sglang.sglang_engine import SGLangEngine
 
 if __name__ == "__main__":
-    engine = Engine(make_config(Path(sys.argv[1]), Path(sys.argv[2])), threads=1)
+    engine = SGLangEngine(make_config(Path(sys.argv[1]), Path(sys.argv[2])), threads=1)
     engine.start()
     host = engine._host
     print(*((host.process.pid, host.path) if host else (0,)), flush=True)

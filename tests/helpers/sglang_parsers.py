@@ -13,7 +13,7 @@ from typing import Any
 from sglang.srt.entrypoints.openai.protocol import Tool
 from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
-from megarl.engine.engine_server import find_tool_call_marker
+from megarl.engine.sglang.sglang_parsers import find_tool_call_marker
 from megarl.engine.tool_calls import escape_text
 
 

@@ -68,15 +68,8 @@ class LateRun(ranks_executor.Run):
             super().send_to_engine(*run)
         self.late.clear()
 
-    def sync(self, number: int) -> ranks_executor.Tensors:
-        full = ranks_executor.full_weights(self.params, self.dtype, self.seed + number)
-        local = ranks_executor.shards(self.case, self.params, full, self.rank)
-        self.executor.sync(local, self.send_to_engine, number, self.settle)
-        self.settle()
-        return full
 
-
-def sync_as_threads(seed: int, world: int, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+def sync_as_threads(seed: str, world: int, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Return each rank's `ranks_executor.Run.result`."""
     monkeypatch.setattr(executor, "_transfer", Wire(world).transfer)
     ranks = ",".join(map(str, range(world)))

@@ -3,7 +3,7 @@
 python post_load.py BACKEND,... for the experts
 
 Prints a line of JSON for each kind of layer, dtype and backend: whether the tensors hold the bits that were loaded, and
-the layer's own report, see `engine.weight_loader.find_layout_oddities`. A layer that needs a GPU kernel reports the
+the layer's own report, see `sglang_loader.find_layout_oddities`. A layer that needs a GPU kernel reports the
 error.
 """
 
@@ -29,7 +29,7 @@ from sglang.srt.layers.moe.utils import MoeA2ABackend, MoeRunnerBackend, get_fla
 from sglang.srt.layers.quantization import fp8, fp8_utils, unquant  # noqa: E402
 from sglang.srt.model_loader import utils as loading  # noqa: E402
 
-from megarl.engine.weight_loader import find_layout_oddities  # noqa: E402
+from megarl.engine.sglang.sglang_loader import find_layout_oddities  # noqa: E402
 
 EXPERTS, HIDDEN, INTERMEDIATE = 2, 256, 128
 

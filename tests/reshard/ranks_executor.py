@@ -1,6 +1,7 @@
 """Ranks that sync random weights to fake engines in their own memory.
 
 argv: a seed for each case, on 4 ranks, or `58/0,1/2,3`, where ranks 0 and 1 train and ranks 2 and 3 have the engines.
+With `delta:` before it, the weights change little, and weight syncs send changes alone between nodes.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from megarl.reshard.run.executor import Executor, WeightSyncError
 from megarl.reshard.run.scale_grids import has_split_blocks
 
 Tensors = dict[str, torch.Tensor]
+DELTA, CHANGED_EVERY = "delta:", 50
 _PLANE = "(_scale_inv|_packed|_scale)$"  # of the names of quantised tensors
 
 
@@ -190,7 +192,7 @@ def smallest_plan(case: Any) -> ReshardPlan:
 
 
 def case_of(text: str) -> Case:
-    seed, *sides = text.split("/")
+    seed, *sides = text.removeprefix(DELTA).split("/")
     if not sides:
         return random_case(int(seed), worlds=(dist.get_world_size(),))
     train, engine = (tuple(map(int, side.split(","))) for side in sides)
@@ -208,7 +210,8 @@ class Run:
     """A case: four weight syncs, each compared with the tensors that the engine must hold."""
 
     def __init__(self, text: str, rank: int) -> None:
-        self.seed, self.rank = int(text.split("/")[0]), rank
+        self.seed, self.rank = int(text.removeprefix(DELTA).split("/")[0]), rank
+        self.is_delta = text.startswith(DELTA)
         self.case = case_of(text)
         self.dtype = torch.float32 if self.case.wire == "fp32" else torch.bfloat16
         self.params = list_params(self.case)
@@ -235,18 +238,31 @@ class Run:
     def send_to_engine(self, buffer: torch.Tensor, order: dict[str, Any], draft: bool) -> None:
         self.orders.append(order)
         self.drafts.append(draft)
-        if os.environ.get("FLIP") and self.rank == 0 and order["slices"]:
+        if os.environ.get("FLIP") and self.rank == 0 and order["slices"] and order["do"] == "write":
             buffer[order["slices"][0][6]] ^= 1
-        self.replies.append(weight_loader._run_order(self.models[draft], order, buffer))
+        reply = weight_loader._run_order(self.models[draft], order, buffer)
+        self.replies += [] if order["do"] == "read" else [reply]
+
+    def settle(self) -> None:
+        """Wait until the engine has executed all orders; it does so at once."""
 
     def sync(self, number: int) -> Tensors:
         """Sync new weights and return them."""
-        full = full_weights(self.params, self.dtype, self.seed + number)
-        self.executor.sync(shards(self.case, self.params, full, self.rank), self.send_to_engine, number)
+        full = full_weights(self.params, self.dtype, self.seed + (0 if self.is_delta else number))
+        if self.is_delta:
+            for tensor in full.values():
+                tensor.view(-1)[number::CHANGED_EVERY] = number / 8
+        local = shards(self.case, self.params, full, self.rank)
+        self.executor.sync(local, self.send_to_engine, number, self.settle)
+        self.settle()
+        if self.is_delta and number != 2:
+            self.executor.keep_base(local, number)
+        elif self.is_delta:
+            self.executor.drop_base()
         return full
 
     def result(self) -> dict[str, Any]:
-        equal, verified = [], []
+        equal, verified, sent = [], [], []
         for number in range(4):
             first = len(self.orders)
             full = self.sync(number)
@@ -254,10 +270,13 @@ class Run:
             source = full if quantise is None else quantise(self.params, full)
             expected = expected_tensors(self.case, self.params, source, self.rank, self.empty)
             equal.append(all(is_same_bits(self.tensors[name], expected[name]) for name in expected))
-            slices = [entry for order in self.orders[first:] for entry in order["slices"]]
+            sent.append([self.executor.sent_bytes, self.executor.whole_bytes])
+            written = [order for order in self.orders[first:] if order["do"] == "write"]
+            slices = [entry for order in written for entry in order["slices"]]
             verified.append([sum(entry[7] >= 0 for entry in slices), len(slices)])
         return {
             "equal": equal,
+            "sent": sent,
             "verified": verified,
             "wrong": [name for answer in self.replies for name in answer.get("wrong", ["no answer"])],
             "rounds": self.executor.plan.rounds,

@@ -12,8 +12,8 @@ from megarl.engine import weight_loader
 from megarl.models.fp8 import SCALE_SUFFIX, grid_shape, is_quantised
 from megarl.models.layout_algebra import shard
 from megarl.models.registry import family_of
-from megarl.reshard.plan.from_config import build_plan, engine_layout
-from megarl.reshard.plan.layout import engine_shapes
+from megarl.reshard.plan.from_config import build_plan
+from megarl.reshard.plan.layout import EngineLayout, engine_shapes
 from megarl.reshard.run.executor import Executor, is_fully_verified
 
 pytestmark = pytest.mark.alone
@@ -46,7 +46,7 @@ FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128,
 @pytest.mark.parametrize("hf", [HF, HF | FP8], ids=["bf16", "fp8"])
 def test_compare_only_names_a_corrupted_tensor_and_writes_nothing(hf: dict[str, Any]) -> None:
     config = from_dict({"model": {"dtype": "bfloat16"}, "parallel": {"world_size": 1}})
-    layout = engine_layout(config)
+    layout = EngineLayout(1)
     params = family_of(hf).params(hf, 1)
     generator = torch.Generator().manual_seed(0)
     full = {item.name: torch.randn(item.shape, generator=generator).bfloat16() for row in params for item in row.hf}

@@ -28,6 +28,7 @@ SPLIT_CASES = (
     *("64/3,1/0,2", "1/3,1/1,3", "50/2,3/1,2", "10/0,1/2", "13/2,3/1", "9/1/0,2,3", "22/3/0,1"),
 )
 """Seed, trainer ranks, engine ranks: disjoint, overlapping, permuted, more or fewer, some ranks with neither."""
+DELTA_CASES = tuple(f"delta:{case}" for case in ("0", "2", "6", "14", "40", "61", *SPLIT_CASES[::4]))
 SCRIPT = "tests/reshard/ranks_executor.py"
 
 
@@ -70,6 +71,19 @@ def test_engines_on_separate_ranks_receive_their_shards(split_results: list[dict
         for case_result in result.values()
         if case_result["wire"] == "fp8"
     )
+
+
+def test_deltas_leave_the_same_bits_and_send_less(run_ranks: Callable[..., list[dict[str, Any]]]) -> None:
+    """The second and third sync send changes; the first has no base, and for the fourth the base was dropped."""
+    num_smaller = 0
+    for rank, result in enumerate(run_ranks(4, SCRIPT, *DELTA_CASES)):
+        for case, case_result in result.items():
+            assert case_result["equal"] == [True] * 4 and case_result["wrong"] == [], f"{case}, rank {rank}"
+            (first, whole), *changed, (last, whole_last) = case_result["sent"]
+            assert (first, last) == (whole, whole_last), f"{case}, rank {rank}"
+            assert all(sent <= whole for sent, whole in changed), f"{case}, rank {rank}"
+            num_smaller += sum(sent < whole / 2 for sent, whole in changed)
+    assert num_smaller > 20
 
 
 def test_first_and_every_third_sync_are_fully_verified(
@@ -160,7 +174,9 @@ def test_writes_overlap_with_the_next_transfer(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("seed", [0, 1, 3, 5, 7, 11, 13, 40, 58, 1000, 1001, 1002, 1005])
-def test_buffers_are_not_reused_too_early(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "seed", ["0", "1", "3", "5", "7", "11", "13", "40", "58", "1000", "1001", "1002", "1005", "delta:0", "delta:1001"]
+)
+def test_buffers_are_not_reused_too_early(seed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for rank, actual in enumerate(sync_as_threads(seed, 4, monkeypatch)):
         assert actual["equal"] == [True] * 4 and actual["wrong"] == [], f"seed {seed}, rank {rank}"

@@ -8,7 +8,7 @@ import pytest
 from int4_folder import QUANTIZATION
 
 from megarl.config import ConfigError, from_dict
-from megarl.reshard.plan.from_config import build_plan, engine_layout, train_layout
+from megarl.reshard.plan.from_config import build_plan, train_layout
 from megarl.reshard.plan.layout import EngineLayout, TrainLayout
 
 pytestmark = pytest.mark.alone
@@ -62,13 +62,11 @@ def test_int4_experts() -> None:
         build(EngineLayout(2, ep=2), parallel={"world_size": 2, "etp": 2})
     with pytest.raises(ConfigError, match="the engine of an INT4 checkpoint keeps the rest in bfloat16"):
         build(EngineLayout(1), model={"dtype": "float32"})
-    with pytest.raises(ConfigError, match="for an INT4 checkpoint SGLang then takes Marlin"):
-        build(EngineLayout(1), rollout={"sglang": {"moe_runner_backend": "deep_gemm"}})
 
 
 def test_plan_on_separate_ranks() -> None:
     hf, settings = {**MODEL, "model_type": "qwen2"}, config({"world_size": 8, "tp": 2}, tp=2)
-    engine = engine_layout(settings)
+    engine = EngineLayout(2)
     plan = build_plan(hf, settings, engine, train_ranks=range(4), engine_ranks=(6, 7, 4, 5))
     assert (plan.train.world, plan.train.ranks, plan.engine.ranks) == (4, (0, 1, 2, 3), (6, 7, 4, 5))
     assert set(plan.list_transfers().src.tolist()) <= set(range(8)) and set(plan.list_transfers().dst.tolist()) == {
@@ -87,49 +85,3 @@ def test_plan_on_separate_ranks() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             build_plan(hf, settings, engine, train, engines)
-
-
-def test_engine_layout() -> None:
-    assert engine_layout(config(tp=4, ep=2)) == EngineLayout(4, 2)
-    attention = {"enable_dp_attention": True, "dp_size": 4, "enable_dp_lm_head": True}
-    assert engine_layout(config(tp=8, ep=8, sglang=attention)) == EngineLayout(8, 8, 4, head_tp=2)
-    assert engine_layout(config(tp=8, sglang={"attn_dp_size": 2})) == EngineLayout(8, 1, 2)
-    dense, sent = {"moe_dense_tp_size": 1}, {"moe_a2a_backend": "deepep"}
-    assert engine_layout(config(tp=8, ep=8, sglang=dense)) == EngineLayout(8, 8, mlp_tp=1)
-    assert engine_layout(config(tp=8, ep=8, sglang=sent)) == EngineLayout(8, 8, shared_tp=1)
-    assert engine_layout(config(tp=8, ep=8, sglang=dense | sent)) == EngineLayout(8, 8, mlp_tp=1, shared_tp=1)
-    drafting = [
-        engine_layout(
-            from_dict({"rollout": {"num_speculative_tokens": tokens}, "train": {"mtp_loss_coef": weight}})
-        ).draft
-        for tokens, weight in ((0, 0.0), (2, 0.0), (0, 0.1), (2, 0.1))
-    ]
-    assert drafting == [False, False, False, True]  # an untrained draft model keeps its loaded weights
-
-
-@pytest.mark.parametrize("key", ["pp_size", "ep_num_redundant_experts", "dp_size", "quantization"])
-def test_unsupported_sglang_settings_raise(key: str) -> None:
-    with pytest.raises(ConfigError, match=rf"rollout\.sglang\.{key}"):
-        engine_layout(config(tp=2, sglang={key: "fp8" if key == "quantization" else 2}))
-
-
-@pytest.mark.parametrize(
-    ("rollout", "message"),
-    [
-        ({"tp": 8, "sglang": {"moe_dense_tp_size": 2}}, "moe_dense_tp_size=2: SGLang knows 1 and rollout.tp=8 only"),
-        ({"tp": 8, "ep": 4, "sglang": {"moe_a2a_backend": "deepep"}}, "set rollout.ep to rollout.tp=8"),
-        (
-            {"tp": 8, "ep": 8, "num_speculative_tokens": 2, "sglang": {"moe_a2a_backend": "deepep"}},
-            "set only one of them",
-        ),
-        (
-            {"tp": 8, "ep": 8, "sglang": {"moe_a2a_backend": "deepep", "enforce_shared_experts_fusion": True}},
-            "remove the second",
-        ),
-        ({"tp": 8, "sglang": {"max_total_tokens": "lots"}}, "must be a whole number"),
-        ({"tp": 8, "sglang": {"enable_dp_lm_head": True}}, "also set attn_dp_size"),
-    ],
-)
-def test_invalid_combinations_raise(rollout: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        engine_layout(config(**rollout))

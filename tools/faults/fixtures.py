@@ -88,7 +88,7 @@ class Fixtures:
     def host(self) -> str:
         """Engine host, so that engines start without importing SGLang."""
         if not hasattr(self, "_host"):
-            from megarl.engine.sglang_engine import start_host
+            from megarl.engine.sglang.sglang_engine import start_host
 
             self._host = start_host(Config(), threads=1)
             self._closing.append(self._host.close)

@@ -134,9 +134,9 @@ def _in_all_reduce(moment: Moment) -> None:
 
 def _in_weight_sync(moment: Moment) -> None:
     """Hold before an order to an engine during a weight sync."""
-    from megarl.engine.sglang_engine import Engine
+    from megarl.engine.sglang.sglang_engine import SGLangEngine
 
-    _before(Engine, "order", lambda *_, **__: moment.reach() if moment.is_now() else None)
+    _before(SGLangEngine, "call_loader", lambda *_, **__: moment.reach() if moment.is_now() else None)
 
 
 def _in_save(moment: Moment) -> None:

@@ -442,7 +442,7 @@ def find_engine_problems(
 
 
 def find_layout_problems(oddities: Iterable[str]) -> list[str]:
-    """Explain the oddities of `weight_loader.find_layout_oddities`, which a weight sync cannot serve; one line each."""
+    """Explain the oddities of `LoaderHooks.find_oddities`, which a weight sync cannot serve; one line each."""
     remedy = "remove moe_runner_backend, fp8_gemm_runner_backend and similar keys from rollout.sglang"
     return [f"in the engine, {line}: weights would be written to the wrong places; {remedy}" for line in oddities]
 

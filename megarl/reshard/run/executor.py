@@ -2,6 +2,10 @@
 
 A message's data are its pieces, each at a multiple of `ALIGN` bytes, and then 8 bytes per piece: its hash at the owner
 if it is to be verified, which the engine compares with a hash of its own tensor.
+
+With deltas (`Executor.keep_base`) a message between nodes carries only the words that have changed since the last
+weight sync (`delta.py`). The sender compares its shards with a copy of the last ones. The receiver reads the last ones
+back from its engine and applies the changes, so that all that follows is the same: forwarding, writing, hashes.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from megarl.models.layout_algebra import EngineSlot, Param, matrix_shape
 from megarl.models.registry import family_of
 from megarl.reshard.plan.layout import Plane, ShardSlice, planes
 from megarl.reshard.plan.planner import RankPlan, ReshardPlan, Round, TensorPiece, align
-from megarl.reshard.run import copies
+from megarl.reshard.run import copies, delta
 from megarl.reshard.run.scale_grids import BlockScales, Grids, compute_int4_scales, compute_scale_grids
 
 Slice = list[Any]
@@ -56,6 +60,26 @@ class _Packed(NamedTuple):
     sample: int  # see `_sample_index`
 
 
+class _Message(NamedTuple):
+    """A message in the send or receive buffer: pieces in [begin, hashes), their hashes in [hashes, end).
+
+    is_delta: the message may carry changes alone, if the sender has a base for them.
+    """
+
+    peer: int
+    begin: int
+    hashes: int
+    end: int
+    is_delta: bool
+
+    def part_of(self, buffer: torch.Tensor) -> torch.Tensor:
+        return buffer[self.begin : self.end]
+
+    def is_changes(self, sent: torch.Tensor) -> bool:
+        """Return whether what is sent for this message are changes; otherwise it is whole."""
+        return len(sent) < self.end - self.begin
+
+
 class _WriteOrder(NamedTuple):
     draft: bool
     slices: list[tuple[int, Slice]]  # (sample index, slice), see `_sample_index`
@@ -65,17 +89,20 @@ class _WriteOrder(NamedTuple):
 class _PreparedRound(NamedTuple):
     """The work of this rank in a round.
 
-    sends, receives: (peer, begin, end) of each message in the send or receive buffer. forwards: (offset in the previous
-    round's receive buffer, offset in the send buffer, bytes) of pieces and hashes. orders: as many on all ranks, with
-    different slices.
+    sends, receives: in the send or receive buffer. delta_packs: those of `packs` whose messages may be deltas.
+    forwards: (offset in the previous round's receive buffer, offset in the send buffer, bytes) of pieces and hashes.
+    orders: as many on all ranks, with different slices. reads: for each of `receives`, what to read back
+    from the engine if it is a delta.
     """
 
-    sends: list[tuple[int, int, int]]
-    receives: list[tuple[int, int, int]]
+    sends: list[_Message]
+    receives: list[_Message]
     packs: list[_Packed]
+    delta_packs: list[_Packed]
     local_packs: list[_Packed]
     forwards: list[tuple[int, int, int]]
     orders: list[_WriteOrder]
+    reads: list[list[_WriteOrder]]
     send_bytes: int
     receive_bytes: int
 
@@ -105,6 +132,12 @@ class Executor:
         self.num_experts = family_of(plan.hf).num_experts(plan.hf)
         self.allocate = allocate
         self.num_syncs = 0
+        self.base_version: int | None = None
+        """Version of the weights that the next weight sync may send the changes from; the same on all ranks."""
+        self.sent_bytes, self.whole_bytes = 0, 0
+        """Bytes that this rank sent between nodes in the last weight sync, and would have sent without deltas."""
+        self._base: dict[str, torch.Tensor] = {}  # host copies of shards
+        self._base_grids, self._grids = Grids(), Grids()
         self.quantised_params = self._find_quantised_params()
         rank_plan = RankPlan(plan, rank)
         self.prepared_rounds: list[_PreparedRound] = []
@@ -121,34 +154,48 @@ class Executor:
         self, round_: Round, received: Mapping[Any, _Placed], has_draft: bool
     ) -> tuple[_PreparedRound, dict[Any, _Placed]]:
         """Lay out a round. received: what the previous one received directly, by `_key`; also returned for this one."""
-        sends, packs, forwards, send_end = [], [], [], 0
+        sends, packs, delta_packs, forwards, send_end = [], [], [], [], 0
         for message in round_.sends:
             begin = send_end
             placed, send_end = _place_message(message.pieces, begin)
-            sends.append((message.peer, begin, send_end))
-            packs += [self._pack_of(entry) for entry in placed[: len(message.direct)]]
+            sends.append(self._message(message.peer, begin, placed, send_end))
+            direct = [self._pack_of(entry) for entry in placed[: len(message.direct)]]
+            packs += direct
+            delta_packs += direct if sends[-1].is_delta else []
             for piece, offset, hash_offset in placed[len(message.direct) :]:
                 previous = received[_key(piece)]
                 forwards += [(previous.offset, offset, piece.nbytes), (previous.hash_offset, hash_offset, 8)]
-        receives, written, receive_end = [], [], 0
+        receives, reads, written, receive_end = [], [], [], 0
         forwardable: dict[Any, _Placed] = {}
         for message in round_.receives:
             begin = receive_end
             placed, receive_end = _place_message(message.pieces, begin)
-            receives.append((message.peer, begin, receive_end))
+            receives.append(self._message(message.peer, begin, placed, receive_end))
             written += placed
+            reads.append(self._orders_of(placed if receives[-1].is_delta else [], has_draft))
             forwardable |= {_key(entry.piece): entry for entry in placed[: len(message.direct)]}
         local, receive_end = _place_message(round_.local, receive_end)
+        orders = self._orders_of(written + local, has_draft)
+        local_packs = [self._pack_of(entry) for entry in local]
+        all_packs = packs, delta_packs, local_packs
+        prepared = _PreparedRound(sends, receives, *all_packs, forwards, orders, reads, send_end, receive_end)
+        return prepared, forwardable
+
+    def _message(self, peer: int, begin: int, placed: Sequence[_Placed], end: int) -> _Message:
+        """Messages between nodes may be deltas. They forward nothing, since only ranks of a node forward."""
+        per_node = self.plan.assignment.ranks_per_node
+        is_between_nodes = peer // per_node != self.rank // per_node
+        return _Message(peer, begin, placed[0].hash_offset if placed else end, end, is_between_nodes)
+
+    def _orders_of(self, placed: Sequence[_Placed], has_draft: bool) -> list[_WriteOrder]:
         orders = [_WriteOrder(draft, [], {}) for draft in ((False, True) if has_draft else (False,))]
-        for piece, offset, hash_offset in written + local:
+        for piece, offset, hash_offset in placed:
             slot, name, boxes = self._targets(piece)
             _, slices, dtypes = orders[slot.is_draft]
             dtypes[name] = str(self._plane(piece).dtype).removeprefix("torch.")
             sample = self._sample_index(piece)
             slices += [(sample, [name, index, *box, offset, hash_offset]) for index, *box in boxes]
-        local_packs = [self._pack_of(entry) for entry in local]
-        prepared = _PreparedRound(sends, receives, packs, local_packs, forwards, orders, send_end, receive_end)
-        return prepared, forwardable
+        return orders
 
     def _targets(self, piece: TensorPiece) -> tuple[EngineSlot, str, list[tuple[int, int, int, int, int]]]:
         """Return slot, tensor name, and (index, rows, columns) of each copy; several if an expert is replicated."""
@@ -177,7 +224,7 @@ class Executor:
         participating ranks; a rank that only trains passes nothing on.
 
         send_to_engine: sends a buffer and its write order to the engine. It may return before the engine has written.
-        wait_for_engine: waits until the engine has written everything passed on so far.
+        wait_for_engine: waits until the engine has executed everything passed on so far.
         compare_only: the engines write nothing, and compare what they hold with the hashes of all pieces.
         share_buckets: called with both receive buffers before the first round. Collective over the ranks of an engine.
 
@@ -195,11 +242,25 @@ class Executor:
             grids = compute_int4_scales(*quantised)
         else:
             grids = compute_scale_grids(*quantised, self._reduce_max)
+        self._grids = grids
+        self.sent_bytes = self.whole_bytes = 0
+        has_base = self.base_version is not None and not compare_only
         receive_buffers = [self.allocate(self.receive_bytes) for _ in range(2)]
         send_buffers = [buffer.new_empty(self.send_bytes) for buffer in receive_buffers]
         if self.position is not None and self.prepared_rounds:
             share_buckets(receive_buffers)
         order = {"do": "compare" if compare_only else "write", "version": version, "sync_id": token_hex(8)}
+
+        def pack_sends(step: _PreparedRound, buffer: torch.Tensor) -> None:
+            if has_base:
+                buffer.zero_()  # the bytes between two pieces would count as changes
+            self._pack(step.packs, local, grids, buffer, verified_samples)
+
+        def read_back(step: _PreparedRound, receives: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
+            for message, part, reads in zip(step.receives, receives, step.reads, strict=True):
+                for draft, all_slices, dtypes in reads if message.is_changes(part) else ():
+                    if slices := [entry for _, entry in all_slices]:
+                        send_to_engine(buffer, order | {"do": "read", "tensor_dtype": dtypes, "slices": slices}, draft)
 
         def pass_on(step: _PreparedRound, buffer: torch.Tensor) -> None:
             for draft, all_slices, dtypes in step.orders if self.position is not None else ():
@@ -209,22 +270,95 @@ class Executor:
         for number, step in enumerate(self.prepared_rounds):
             current, other = number % 2, 1 - number % 2
             if number == 0:
-                self._pack(step.packs, local, grids, send_buffers[current], verified_samples)
+                pack_sends(step, send_buffers[current])
             previous = receive_buffers[other][None]
             copies.pack([(previous[:, at : at + size], to) for at, to, size in step.forwards], send_buffers[current])
             what = f"the weight sync of version {version}, round {number} of {len(self.prepared_rounds)}"
-            receives = [(peer, receive_buffers[current][begin:end]) for peer, begin, end in step.receives]
-            sends = [(peer, send_buffers[current][begin:end]) for peer, begin, end in step.sends]
-            requests = _transfer(receives, sends, what, self.rank)
+            sends = [message.part_of(send_buffers[current]) for message in step.sends]
+            receives = [message.part_of(receive_buffers[current]) for message in step.receives]
+            if has_base:
+                sends = self._encode(step, sends, send_buffers[current])
+                receives = self._allocate_receives(step, sends, receive_buffers[current], what)
+            self._count_bytes(step, sends)
+            requests = _transfer(
+                [(message.peer, part) for message, part in zip(step.receives, receives, strict=True)],
+                [(message.peer, part) for message, part in zip(step.sends, sends, strict=True)],
+                what,
+                self.rank,
+            )
             if number:
                 pass_on(self.prepared_rounds[number - 1], receive_buffers[other])
+            read_back(step, receives, receive_buffers[current])
             self._pack(step.local_packs, local, grids, receive_buffers[current], verified_samples)
             if number + 1 < len(self.prepared_rounds):
-                self._pack(self.prepared_rounds[number + 1].packs, local, grids, send_buffers[other], verified_samples)
+                pack_sends(self.prepared_rounds[number + 1], send_buffers[other])
             wait_for_engine()  # the next round overwrites the buffer that was passed on
             _wait(requests, what, self.rank)
+            for message, received in zip(step.receives, receives, strict=True):
+                if message.is_changes(received):
+                    num_hash_bytes = message.end - message.hashes
+                    delta.apply(received[:-num_hash_bytes], receive_buffers[current][message.begin : message.hashes])
+                    receive_buffers[current][message.hashes : message.end] = received[-num_hash_bytes:]
         if self.prepared_rounds:
             pass_on(self.prepared_rounds[-1], receive_buffers[(len(self.prepared_rounds) - 1) % 2])
+
+    def keep_base(self, local: Mapping[str, torch.Tensor], version: int) -> None:
+        """Keep host copies of the shards that were just synced as `version`, so that the next weight sync sends changes
+        alone between nodes. Call it on all participating ranks, and only if all engines have this version."""
+        names = {packed.placed.piece.param.megatron for step in self.prepared_rounds for packed in step.delta_packs}
+        for name in sorted(names):
+            shard = local[name]
+            if name not in self._base:
+                self._base[name] = torch.empty(shard.shape, dtype=shard.dtype, pin_memory=shard.is_cuda)
+            self._base[name].copy_(shard)
+        self._base_grids, self.base_version = self._grids, version
+
+    def drop_base(self) -> None:
+        """Send whole messages in the next weight sync, because not all engines have the last version."""
+        self.base_version = None
+
+    def _encode(
+        self, step: _PreparedRound, sends: Sequence[torch.Tensor], send_buffer: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """Return the messages to send, with changes alone where that is smaller."""
+        if not step.delta_packs:
+            return list(sends)
+        base = {packed.placed.piece.param.megatron: torch.empty(0) for packed in step.delta_packs}
+        base = {name: self._base[name].to(send_buffer.device) for name in base}
+        old = torch.zeros_like(send_buffer)
+        self._pack(step.delta_packs, base, self._base_grids, old, ())
+        result = []
+        for message, whole in zip(step.sends, sends, strict=True):
+            pieces = slice(message.begin, message.hashes)
+            changes = delta.encode(send_buffer[pieces], old[pieces]) if message.is_delta else None
+            result.append(whole if changes is None else torch.cat([changes, whole[message.hashes - message.begin :]]))
+        return result
+
+    def _allocate_receives(
+        self, step: _PreparedRound, sends: Sequence[torch.Tensor], buffer: torch.Tensor, what: str
+    ) -> list[torch.Tensor]:
+        """Return where to receive each message, after exchanging the sizes of those that may be deltas."""
+        sizes = [torch.tensor([len(send)], device=buffer.device) for send in sends]
+        outgoing = [(message.peer, size) for message, size in zip(step.sends, sizes, strict=True) if message.is_delta]
+        incoming = {
+            message: torch.zeros(1, dtype=torch.int64, device=buffer.device)
+            for message in step.receives
+            if message.is_delta
+        }
+        receives = [(message.peer, size) for message, size in incoming.items()]
+        _wait(_transfer(receives, outgoing, what, self.rank), what, self.rank)
+        result = []
+        for message in step.receives:
+            whole = message.part_of(buffer)
+            size = int(incoming[message]) if message in incoming else len(whole)
+            result.append(whole if size == len(whole) else buffer.new_empty(size))
+        return result
+
+    def _count_bytes(self, step: _PreparedRound, sends: Sequence[torch.Tensor]) -> None:
+        for message, send in zip(step.sends, sends, strict=True):
+            if message.is_delta:
+                self.sent_bytes += len(send)
+                self.whole_bytes += message.end - message.begin
 
     def _sample_index(self, piece: TensorPiece) -> int:
         """Return in which of `period` weight syncs a piece is verified; the same on all ranks."""

@@ -1,6 +1,6 @@
 """Validate `rollout.sglang` against SGLang's ServerArgs, parsed from source so that ranks need not import SGLang.
 
-`reshard/plan/engine_settings.py` lists the settings under which weight sync finds the engine's weights in place.
+`engine/sglang/engine_settings.py` lists the settings under which weight sync finds the engine's weights in place.
 """
 
 from __future__ import annotations

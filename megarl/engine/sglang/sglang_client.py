@@ -34,7 +34,7 @@ _SERVER_ERRORS = (500, 502, 504)
 _JSON = {"Content-Type": "application/json"}
 
 
-class Client:
+class SGLangClient:
     """HTTP client of one engine; use it with `async with` inside one event loop.
 
     timeout: seconds per request, including time in the engine's queue. The number of connections is unlimited, so a
@@ -67,7 +67,7 @@ class Client:
         """Number of responses in flight, and when the last one arrived (time.monotonic)."""
         self._session: aiohttp.ClientSession | None = None
 
-    async def __aenter__(self) -> Client:
+    async def __aenter__(self) -> SGLangClient:
         connector = aiohttp.TCPConnector(limit=0)
         self._session = aiohttp.ClientSession(headers=self._headers, timeout=self._timeout, connector=connector)
         return self

@@ -17,12 +17,12 @@ from orders import check_orders
 from transformers import PreTrainedModel
 
 from megarl.data.images import ImageProcessor
-from megarl.engine.client import Client
 from megarl.engine.engine_protocol import Generation
+from megarl.engine.sglang.sglang_client import SGLangClient
 from megarl.reshard.plan.layout import EngineLayout
 from megarl.types import Image
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "megatron"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "megatron"))
 
 import images  # noqa: E402
 
@@ -74,7 +74,7 @@ def generate(running: RunningEngine, tokens: list[int], placed: list[Image], ver
     routing = engine_routing_shape(running.engine)
 
     async def run() -> Generation:
-        async with Client(running.engine.url, running.engine.api_key, 300.0, routing) as client:
+        async with SGLangClient(running.engine.url, running.engine.api_key, 300.0, routing) as client:
             client.weight_version = version
             return await client.generate(tokens, params, images=placed)
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from megarl.config import ConfigError, RolloutConfig, foreign_dataclasses, server_args
+from megarl.config import ConfigError, RolloutConfig, foreign_dataclasses
+from megarl.engine.sglang import server_args
 
 pytestmark = pytest.mark.alone
 

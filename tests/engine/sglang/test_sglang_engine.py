@@ -28,11 +28,11 @@ from engines import RunningEngine, start_engine
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import ConfigError
 from megarl.cpu import sglang_arguments
-from megarl.engine import engine_host
-from megarl.engine.client import Client
 from megarl.engine.engine_host import HOST_VARIABLE, HostedServer
-from megarl.engine.engine_protocol import EngineLost, Generation, RecordedPrefix, RequestFailed
-from megarl.engine.sglang_engine import Engine, EngineError, start_host
+from megarl.engine.engine_protocol import EngineError, EngineLost, Generation, RecordedPrefix, RequestFailed
+from megarl.engine.sglang.sglang_client import SGLangClient
+from megarl.engine.sglang.sglang_engine import SGLangEngine, start_host
+from megarl.engine.sglang.sglang_server import instance_id
 from megarl.engine.tool_calls import check_parser
 from megarl.environments.catalog import load_catalog, load_tools
 from megarl.rollout.group_queue import UNLIMITED, GroupQueue
@@ -54,7 +54,7 @@ def test_sleep_waits_for_running_requests(qwen3_moe: RunningEngine) -> None:
 
     async def sleep_during_requests() -> list[Generation]:
         engine = qwen3_moe.engine
-        async with Client(engine.url, engine.api_key, 60.0) as client:
+        async with SGLangClient(engine.url, engine.api_key, 60.0) as client:
             params = {"temperature": 1.0, "max_new_tokens": 400, "ignore_eos": True}
             answers = [asyncio.ensure_future(client.generate([5 + n, 6, 7], params)) for n in range(8)]
             await asyncio.sleep(0.3)
@@ -68,7 +68,7 @@ def test_sleep_waits_for_running_requests(qwen3_moe: RunningEngine) -> None:
 
 def test_releases_and_resumes_gpu_memory_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check the calls to SGLang, which fails if told to resume memory that is not released. Not run on a GPU."""
-    engine = Engine(make_config(tmp_path, tmp_path), threads=1)
+    engine = SGLangEngine(make_config(tmp_path, tmp_path), threads=1)
     calls: list[tuple[str, list[str]]] = []
 
     def pop_calls() -> list[tuple[str, list[str]]]:
@@ -190,7 +190,7 @@ def test_request_timeout_excludes_the_queue_and_engine_restarts(tmp_path: Path, 
         engine = running.engine
 
         async def run() -> list[Any]:
-            async with Client(engine.url, engine.api_key, 300.0) as client:
+            async with SGLangClient(engine.url, engine.api_key, 300.0) as client:
 
                 async def generate_tokens(tokens: int) -> Any:
                     return await client.generate(list(range(20, 30)), {"max_new_tokens": tokens, "ignore_eos": True})
@@ -234,7 +234,7 @@ def test_routing_by_turns_equals_routing_of_one_pass(qwen3_moe: RunningEngine) -
     engine, observed = qwen3_moe.engine, [list(range(50, 57)), list(range(90, 95))]
 
     async def generate_turns() -> tuple[torch.Tensor, torch.Tensor]:
-        async with Client(engine.url, engine.api_key, 300.0, engine_routing_shape(engine)) as client:
+        async with SGLangClient(engine.url, engine.api_key, 300.0, engine_routing_shape(engine)) as client:
             context, parts = list(range(20, 60)), []
             for observation in [*observed, []]:
                 params = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
@@ -252,7 +252,7 @@ def test_routing_by_turns_equals_routing_of_one_pass(qwen3_moe: RunningEngine) -
 
 
 def test_rollouts_that_slept_equal_uninterrupted_ones(qwen3_moe: RunningEngine) -> None:
-    """Sleep twice within a turn, and drop the cache each time."""
+    """Sleep within a turn until the engine has gone on twice, and drop the cache each time."""
     engine = qwen3_moe.engine
     config = replace(qwen3_moe.config.rollout, max_new_tokens=400, max_turns=1, temperature=0.0)
     chat = ChatTemplate.load(str(qwen3_moe.folder))
@@ -263,15 +263,17 @@ def test_rollouts_that_slept_equal_uninterrupted_ones(qwen3_moe: RunningEngine) 
     runner.start_stream(GroupQueue(UNLIMITED), samples=1, max_groups=4, version=engine.weight_version)
     runner.admit([AdmittedPrompt(prompt, 1, index) for index, prompt in enumerate(prompts)])
     lengths = [0]
-    for _ in range(2):
-        time.sleep(0.4)
+    while len(lengths) < 3:
+        time.sleep(0.1)
         runner.sleep("retract")
         engine._call("/flush_cache")
-        lengths.append(sum(partial.num_turn_tokens for (partial,) in runner.snapshot() if partial.status is None))
+        partials = [partial for (partial,) in runner.snapshot() if partial.status is None]
+        assert len(partials) == 4, "a turn ended before the engine slept twice"
+        lengths += {sum(partial.num_turn_tokens for partial in partials)} - {lengths[-1]}
         runner.wake()
     out = runner.collect(4, 0).result()
     runner.close()
-    assert 0 < lengths[1] < lengths[2] and out is not None
+    assert 0 < lengths[1] < lengths[2] and out is not None, lengths
     assert sorted(rollout.group for rollout in out.rollouts) == [0, 1, 2, 3]
     for rollout in out.rollouts:
         reference = full[rollout.prompt.id]
@@ -288,7 +290,7 @@ def test_parses_calls_in_the_configured_format(qwen3_moe: RunningEngine) -> None
     schemas = [load_tools(["megarl.environments.ready.calculator:calculator"])["calculator"].schema]
 
     async def parse(text: str) -> object:
-        async with Client(engine.url, engine.api_key, 300.0) as client:
+        async with SGLangClient(engine.url, engine.api_key, 300.0) as client:
             return await client.parse_tool_calls(text, schemas, "qwen25")
 
     parsed = asyncio.run(parse('a <tool_call>\n{"name": "calculator", "arguments": {"expression": "1"}}\n</tool_call>'))
@@ -302,27 +304,28 @@ def test_parses_calls_in_the_configured_format(qwen3_moe: RunningEngine) -> None
 def test_parsers_read_calls_of_each_familys_template(qwen3_moe: RunningEngine) -> None:
     """The check that a rollout worker runs before training, with short templates and SGLang's parsers."""
     engine, tools = qwen3_moe.engine, load_tools(["megarl.environments.ready.calculator:calculator"])
-    access = engine.url, engine.api_key
     for name, family in templates.PUBLISHED.items():
         chat = ChatTemplate(family.tokenizer(), tools)
-        assert check_parser(chat, *access, family.parser, "", 60.0) == "", name
-        mismatch = check_parser(chat, *access, "qwen25" if family.parser != "qwen25" else "glm45", "", 60.0)
+        assert check_parser(chat, engine.connect(60.0), family.parser, "") == "", name
+        mismatch = check_parser(chat, engine.connect(60.0), "qwen25" if family.parser != "qwen25" else "glm45", "")
         assert "does not parse how the chat template" in mismatch and "\n" not in mismatch
         assert family.parser in mismatch.partition("set rollout.tool_call_parser to ")[2], mismatch
     of_family = check_parser(
-        ChatTemplate(templates.PUBLISHED["glm"].tokenizer(), tools), *access, "qwen25", "", 60.0, True
+        ChatTemplate(templates.PUBLISHED["glm"].tokenizer(), tools), engine.connect(60.0), "qwen25", "", True
     )
     assert of_family.startswith("qwen25, the parser of the model's family, does not parse how the chat template")
     chat = ChatTemplate(templates.PUBLISHED["qwen"].tokenizer(), tools)
-    assert check_parser(chat, *access, "qwen25", "<another>", 60.0)
+    assert check_parser(chat, engine.connect(60.0), "qwen25", "<another>")
     without = tiny_models.tokenizer()
     without.chat_template = tiny_models.WITHOUT_CALLS
-    assert "does not support tool calls" in check_parser(ChatTemplate(without, tools), *access, "qwen25", "", 60.0)
+    assert "does not support tool calls" in check_parser(
+        ChatTemplate(without, tools), engine.connect(60.0), "qwen25", ""
+    )
 
 
 def test_rejects_requests_without_the_key(qwen3_moe: RunningEngine) -> None:
     async def run() -> None:
-        async with Client(qwen3_moe.engine.url, "wrong", 30.0) as client:
+        async with SGLangClient(qwen3_moe.engine.url, "wrong", 30.0) as client:
             await client.generate([5], {"max_new_tokens": 1})
 
     with pytest.raises(RuntimeError, match="refused to generate"):
@@ -331,7 +334,7 @@ def test_rejects_requests_without_the_key(qwen3_moe: RunningEngine) -> None:
 
 def test_unknown_setting_is_a_config_error_before_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean attention_backend"):
-        Engine(make_config(tmp_path, tmp_path, sglang={"atention_backend": "x"}))
+        SGLangEngine(make_config(tmp_path, tmp_path, sglang={"atention_backend": "x"}))
 
 
 @pytest.mark.parametrize(
@@ -350,7 +353,7 @@ def test_failed_start_shows_the_log(
         monkeypatch.setattr(sglang_arguments, "START_METHOD", "")
     model = tiny_models.save(tiny_models.qwen3_moe(), tmp_path / "model")
     (model / "model.safetensors").write_bytes(b"not weights")
-    engine = Engine(make_config(model, tmp_path / "run"), threads=1)
+    engine = SGLangEngine(make_config(model, tmp_path / "run"), threads=1)
     engine.start()
     with pytest.raises(EngineError, match=r"engine 0 did not start; the last lines of .*engine_0.log:\n(?s:.)*Error"):
         engine.wait_ready()
@@ -359,7 +362,7 @@ def test_failed_start_shows_the_log(
 
 def test_start_timeout_ends_the_engine_and_its_host(tmp_path: Path) -> None:
     model = tiny_models.save(tiny_models.qwen3_moe(), tmp_path / "model")
-    engine = Engine(make_config(model, tmp_path / "run"), threads=1)
+    engine = SGLangEngine(make_config(model, tmp_path / "run"), threads=1)
     engine.start()
     assert engine._host is not None
     host_process = psutil.Process(engine._host.process.pid)
@@ -384,7 +387,7 @@ def rank_with_engine(model: Path, run: Path, host: str) -> Iterator[subprocess.P
             sys.executable,
             "-W",
             "ignore",
-            str(Path(__file__).parents[1] / "helpers/hold_engine.py"),
+            str(Path(__file__).parents[2] / "helpers/hold_engine.py"),
             str(model),
             str(run),
         ],
@@ -415,7 +418,7 @@ def wait_until(condition: Callable[[], object], description: object) -> None:
 
 def find_load_files(folder: Path) -> list[Path]:
     """Return the files in shared memory of the engine with this folder."""
-    return list(Path("/dev/shm").glob(f"sglang_loads_{engine_host._instance_id(folder)}_*"))
+    return list(Path("/dev/shm").glob(f"sglang_loads_{instance_id(str(folder))}_*"))
 
 
 @pytest.mark.nightly
@@ -476,7 +479,7 @@ def test_engine_starts_despite_a_killed_or_stopped_host(
     model = tiny_models.save(tiny_models.qwen3_moe(), tmp_path / "model")
     shared = start_host(make_config(model, tmp_path / "run"), threads=1)
     monkeypatch.setenv(HOST_VARIABLE, shared.path)
-    engine = Engine(make_config(model, tmp_path / "run"), threads=1)
+    engine = SGLangEngine(make_config(model, tmp_path / "run"), threads=1)
     try:
         engine.start()
         os.kill(first := shared.process.pid, kill_signal)
@@ -511,7 +514,7 @@ def test_failed_import_and_missing_host_are_reported(tmp_path: Path, monkeypatch
     shared = start_host(config)
     try:
         monkeypatch.setenv(HOST_VARIABLE, shared.path)
-        engine = Engine(config)
+        engine = SGLangEngine(config)
         engine.start()
         with pytest.raises(EngineError, match="did not start; (?s:.)*no kernel for this machine"):
             engine.wait_ready()
@@ -539,7 +542,7 @@ def test_retries_with_another_port_if_taken(
     class FailedServer(HostedServer):
         is_abandoned = False
 
-        def __init__(self, path: str, log: Path, environment: Any, settings: Any) -> None:
+        def __init__(self, path: str, module: str, log: Path, environment: Any, settings: Any) -> None:
             ports.append(settings["server_args"]["port"])
             with log.open("a") as file:
                 file.write(log_texts[len(ports) - 1])
@@ -551,8 +554,8 @@ def test_retries_with_another_port_if_taken(
             pass
 
     monkeypatch.setenv(HOST_VARIABLE, "nobody is there")
-    monkeypatch.setattr("megarl.engine.sglang_engine.HostedServer", FailedServer)
-    engine = Engine(make_config(tmp_path, tmp_path / "run"), threads=1)
+    monkeypatch.setattr("megarl.engine.sglang.sglang_engine.HostedServer", FailedServer)
+    engine = SGLangEngine(make_config(tmp_path, tmp_path / "run"), threads=1)
     engine.start()
     with pytest.raises(EngineError, match=log_texts[attempts - 1].splitlines()[-1]):
         engine.wait_ready(60.0)

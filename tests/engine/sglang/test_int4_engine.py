@@ -14,10 +14,11 @@ from kimi_k25_folder import add_tower
 
 from megarl.config import ConfigError
 from megarl.engine.engine_host import HOST_VARIABLE
-from megarl.engine.sglang_engine import Engine
+from megarl.engine.sglang.engine_settings import check_int4
+from megarl.engine.sglang.sglang_backend import SGLangBackend
+from megarl.engine.sglang.sglang_engine import SGLangEngine
 from megarl.engine.weight_sender import OrderBuffer
 from megarl.models.registry import family_of, load_hf_config
-from megarl.reshard.plan.engine_settings import check_int4
 from megarl.reshard.plan.layout import EngineLayout, find_engine_problems
 
 
@@ -32,13 +33,13 @@ def test_engine_computes_with_int4_experts(
     if has_tower:
         add_tower(folder)
     config = make_config(folder, tmp_path / "run", tp=layout.tp, ep=layout.ep)
-    engine = Engine(replace(config, train=replace(config.train, routing_replay=True)), threads=1)
+    engine = SGLangEngine(replace(config, train=replace(config.train, routing_replay=True)), threads=1)
     monkeypatch.setenv(HOST_VARIABLE, host)
     engine.start()
     try:
         engine.wait_ready()
         assert_matches_transformers(engine, dequantised_model(model, dense), 0)
-        buffers = [OrderBuffer() for _ in range(layout.tp)]
+        buffers = [OrderBuffer(SGLangBackend()) for _ in range(layout.tp)]
         engine.begin_update()
         engine.call_loader([buffer.make_payload({"do": "describe"}) for buffer in buffers])
         engine.end_update(0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megarl.config import ConfigError
-from megarl.engine.engine_cuda import ALLOCATOR_VARIABLES, check
+from megarl.engine.sglang.sglang_cuda import ALLOCATOR_VARIABLES, check
 
 pytestmark = pytest.mark.alone
 

@@ -1,12 +1,7 @@
-"""Programs that import SGLang: the HTTP server of an engine, and its tool-call parsers without an engine.
+"""SGLang's tool-call parsers without an engine: a process that imports nothing else of SGLang.
 
-The server runs in a process forked from `engine_host.py`, or as a program that reads its settings from stdin. It writes
-to the file `facts` what the rank must know about SGLang's tool-call parser, so that a rank never has to import SGLang.
-`main` has the only patches of SGLang outside of `cpu/`: how processes start, and the names of their shared memory.
-
-With the argument `parsers`, the program answers `ParserProcess`, for the dry run. Each line of stdin is JSON: [parser,
-text, schemas] is answered on stdout by a line with the result of `Client.parse_tool_calls`, [parser] by the parser's
-marker.
+Each line of its stdin is JSON: [parser, text, schemas] is answered on stdout by a line with the result of
+`EngineClient.parse_tool_calls`, [parser] by the parser's marker.
 """
 
 from __future__ import annotations
@@ -15,13 +10,10 @@ import asyncio
 import contextlib
 import importlib.util
 import json
-import multiprocessing
 import os
 import sys
-import tempfile
 import types
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 _MAX_ANSWER_BYTES = 1 << 26
@@ -38,59 +30,12 @@ def find_tool_call_marker(parser: str) -> str:
     return "" if any(detector.has_tool_call(text) for text in unmarked_texts) else marker
 
 
-def import_sglang() -> None:
-    """Import all that an engine's processes will need, except what depends on the model."""
-    from sglang.srt.plugins import load_plugins
-
-    load_plugins()
-    import sglang.launch_server
-    import sglang.srt.entrypoints.http_server
-    import sglang.srt.function_call.function_call_parser
-    import sglang.srt.managers.scheduler
-    import sglang.srt.models.registry  # noqa: F401
-
-
-def main(settings: dict[str, Any]) -> None:
-    """Run the server until it ends, then kill its child processes. settings: see `Engine._launch`."""
-    from megarl.cpu import sglang_plugin
-    from megarl.parallel.job_secret import SECRET_ENV
-    from megarl.parallel.rendezvous import STORE_FOLDER_ENV
-
-    os.environ[SECRET_ENV] = settings["secret"]  # for SGLang's child processes, which need not be forks of this one
-    if settings["server_args"].get("nnodes", 1) == 1:  # an engine across nodes has no common folder
-        os.environ[STORE_FOLDER_ENV] = tempfile.gettempdir()
-    import_sglang()
-    sglang_plugin.seal_pickles()
-    from sglang.launch_server import run_server
-    from sglang.srt.server_args import PortArgs, ServerArgs
-    from sglang.srt.utils import kill_process_tree
-
-    if method := settings["start_method"]:  # under SGLang's own "spawn" each process would import everything again
-        set_start_method = multiprocessing.set_start_method
-        multiprocessing.set_start_method = lambda *_, **__: set_start_method(method, force=True)
-    init_new = PortArgs.init_new
-
-    def init_with_id(*args: Any, **kwargs: Any) -> PortArgs:
-        """Replace the random instance id in SGLang's shared-memory names, so that others can remove those files."""
-        ports = init_new(*args, **kwargs)
-        ports.instance_id = settings["instance"]
-        return ports
-
-    PortArgs.init_new = staticmethod(init_with_id)
-    facts = {"tool_call_marker": find_tool_call_marker(settings["tool_call_parser"])}
-    Path(settings["facts"]).write_text(json.dumps(facts))
-    try:
-        run_server(ServerArgs(**settings["server_args"]))
-    finally:
-        kill_process_tree(os.getpid(), include_parent=False)
-
-
 class ParserProcess:
     """Stand-in for a `Client`, as far as `check_parser` needs one. Raises RuntimeError if SGLang cannot be imported."""
 
     async def __aenter__(self) -> ParserProcess:
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-W", "ignore", "-m", "megarl.engine.engine_server", "parsers"),
+            *(sys.executable, "-W", "ignore", "-m", "megarl.engine.sglang.sglang_parsers"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
@@ -152,8 +97,5 @@ def _run_parsers() -> None:
         answers.flush()
 
 
-if __name__ == "__main__":  # SGLang's children import this file again under another name
-    if sys.argv[1:] == ["parsers"]:
-        _run_parsers()
-    else:
-        main(json.load(sys.stdin))
+if __name__ == "__main__":
+    _run_parsers()

@@ -1,4 +1,4 @@
-"""SGLang settings that keep an engine's weights where the layout tables say they are, from reading SGLang 0.5.23.
+"""Where SGLang has which weights, and settings with which they stay there, from reading SGLang 0.5.23.
 
 A setting that moves, swaps or repacks weights without changing a shape would make weight syncs write to wrong places
 while all hashes agree. So settings that concern weights are allowed by name only, and unread ones are refused.
@@ -9,8 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from megarl.config import ConfigError
-from megarl.config.server_args import load_fields
+from megarl.config import Config, ConfigError
+from megarl.engine.sglang import server_args
+from megarl.engine.sglang.server_args import load_fields
+from megarl.models.family import HFConfig
+from megarl.models.int4 import is_int4
+from megarl.reshard.plan.layout import EngineLayout
 
 
 class Verdict(NamedTuple):
@@ -242,3 +246,46 @@ def choose_runner(settings: Mapping[str, Any], blackwell: bool) -> dict[str, str
     # for FP8, which repacks the scales.
     runner = "triton" if settings.get("moe_a2a_backend", "none") == "none" else "deep_gemm"
     return {"moe_runner_backend": runner} | ({"fp8_gemm_runner_backend": "triton"} if blackwell else {})
+
+
+def layout(hf: HFConfig, config: Config) -> EngineLayout:
+    """Return the engines' layout of a configuration. Raises ConfigError for settings that the reshard cannot serve."""
+    settings, tp = config.rollout.sglang, config.rollout.tp
+    server_args.check(settings)
+    check(settings)
+    if is_int4(hf):
+        check_int4(settings)
+    attention = int(settings.get("attn_dp_size") or settings.get("dp_size") or 1)
+    if attention > 1 and not (settings.get("attn_dp_size") or settings.get("enable_dp_attention")):
+        raise ConfigError(
+            "rollout.sglang.dp_size: the number of engines follows from the ranks; set rollout.tp, or attn_dp_size"
+        )
+    if settings.get("enable_dp_lm_head") and attention == 1:
+        raise ConfigError("rollout.sglang.enable_dp_lm_head needs replicas of the attention: also set attn_dp_size")
+    dense = settings.get("moe_dense_tp_size")
+    if dense not in (None, 1, tp):
+        raise ConfigError(f"rollout.sglang.moe_dense_tp_size={dense}: SGLang knows 1 and rollout.tp={tp} only")
+    sends_tokens = settings.get("moe_a2a_backend", "none") != "none"
+    if sends_tokens:
+        where = f"rollout.sglang.moe_a2a_backend={settings['moe_a2a_backend']}"
+        if config.rollout.ep != tp:
+            raise ConfigError(
+                f"{where} divides the experts among all ranks of an engine: set rollout.ep to rollout.tp={tp}"
+            )
+        if tokens := config.rollout.num_speculative_tokens:
+            raise ConfigError(
+                f"{where} with rollout.num_speculative_tokens={tokens}: not reviewed for the shared experts of a draft "
+                "model; set only one of them"
+            )
+        if settings.get("enforce_shared_experts_fusion"):
+            raise ConfigError(f"{where} with enforce_shared_experts_fusion: not tested; remove the second")
+    return EngineLayout(
+        tp,
+        config.rollout.ep,
+        attention,
+        mlp_tp=int(dense or 0),
+        shared_tp=1 if sends_tokens else 0,  # SGLang then has the shared experts whole on each rank
+        head_tp=tp // attention if settings.get("enable_dp_lm_head") else 0,
+        # An untrained draft model stays as loaded.
+        draft=bool(config.rollout.num_speculative_tokens and config.train.mtp_loss_coef),
+    )

@@ -6,55 +6,46 @@ CPU a rank never imports SGLang, and a rank survives an engine failure.
 
 from __future__ import annotations
 
-import asyncio
 import atexit
-import base64
 import contextlib
 import json
 import os
 import re
 import secrets
 import socket
-import threading
 import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
-import torch
-
-from megarl.config import Config, server_args
+from megarl.config import Config
 from megarl.cpu import sglang_arguments
-from megarl.cpu.sglang_arguments import NamedTensors
 from megarl.cpu.sglang_sparse_attention import SHORT_INDICES
-from megarl.engine import engine_cuda, weight_loader
-from megarl.engine.client import Client
-from megarl.engine.engine_host import HOST_VARIABLE, HostedServer, HostProcess
+from megarl.engine.engine_host import HOST_VARIABLE, HostedServer, HostProcess, secret_variables
 from megarl.engine.engine_protocol import EngineError, EngineLost
+from megarl.engine.sglang import engine_settings, server_args, sglang_cuda
+from megarl.engine.sglang.sglang_client import SGLangClient
+from megarl.engine.sglang.sglang_loader import LOADER_NAME
 from megarl.engine.tool_calls import parser_name
 from megarl.models.mxfp4 import is_mxfp4
 from megarl.models.registry import family_of, load_hf_config
+from megarl.models.routing import RoutingShape
+from megarl.models.sparse_indices import IndexShape
 from megarl.parallel import device, job_secret
 from megarl.parallel.placement import engine_ranks
-from megarl.reshard.plan import engine_settings
 
+SERVER = "megarl.engine.sglang.sglang_server"
 _CONFIG = "tokenizer_config.json"
 _LOG_LINES = 20
 _PORT_IN_USE = re.compile(
     r"address already in use|EADDRINUSE|port (at )?\d+ is (already )?(in use|not available)", re.I
 )
 _MAX_ATTEMPTS = 3
-_WATCH_POLL_S = 1.0
-"""Interval between checks that the engine's process exists."""
-_SILENCE_S = 5.0
-"""With requests pending, ask for a sign of life after this long without a response."""
-_DEATH_CHECK_S = 3.0
-"""Seconds in which a failed engine must be recognized as dead."""
 _NOISE = re.compile(
     r"nanobind:| - (leaked|\.\.\. skipped)|See https://nanobind|\s*\^*\s*$"
     r"|\[[^]]*\] Ignore import error|Multi-thread loading shards"
@@ -62,10 +53,6 @@ _NOISE = re.compile(
 """Lines that libraries print when a process starts and ends; they would hide the reason for a failure."""
 _MEMORY_TAGS = ("weights", "kv_cache", "cuda_graph")
 """SGLang's tags for the parts of an engine's memory that can be offloaded separately."""
-
-GatherPayloads = Callable[[str], list[str]]
-"""Collective over an engine's ranks: takes this rank's payload and returns all payloads in rank order, on every
-rank. No rank returns before all have entered."""
 
 
 def tokenizer_folder(model: str, link_folder: Path) -> str:
@@ -85,18 +72,10 @@ def tokenizer_folder(model: str, link_folder: Path) -> str:
     return str(link_folder.resolve())
 
 
-def secret_variables(config: Config) -> set[str]:
-    """Return the names of the variables that hold secrets according to the configuration."""
-    options = [role.get("options") for role in config.roles.values() if isinstance(role, Mapping)]
-    names = {str(option["auth_env"]) for option in options if isinstance(option, Mapping) and option.get("auth_env")}
-    webhook = config.track.webhook
-    return names | ({webhook.removeprefix("env:")} if webhook.startswith("env:") else set())
-
-
 def start_host(config: Config, threads: int = 0) -> HostProcess:
-    """Start a host for this machine's engines; arguments as for `Engine`."""
-    preload = _platform().START_METHOD == "fork"
-    return HostProcess(_environment(config, threads), preload, hidden=secret_variables(config))
+    """Start a host for this machine's engines; arguments as for `SGLangEngine`."""
+    preloaded = SERVER if platform().START_METHOD == "fork" else ""
+    return HostProcess(_environment(config, threads), preloaded, hidden=secret_variables(config))
 
 
 _INDEX_RECORD = {
@@ -120,42 +99,17 @@ def _environment(config: Config, threads: int) -> dict[str, str]:
         **engine_settings.ENVIRONMENT,
         **(_INDEX_RECORD if config.train.sparse_index_replay else {}),
         SHORT_INDICES: str(int(config.rollout.max_context < 1 << 16)),
-        **_platform().environment(config.rollout.tp, max(engines.values(), default=1), threads),
+        **platform().environment(config.rollout.tp, max(engines.values(), default=1), threads),
     }
 
 
-def _platform() -> ModuleType:
-    return engine_cuda if device.has_cuda() else sglang_arguments
+def platform() -> ModuleType:
+    """Return the settings for this machine's devices."""
+    return sglang_cuda if device.has_cuda() else sglang_arguments
 
 
-def check_platform(config: Config) -> None:
-    """Raise ConfigError if SGLang is not installed, or if a setting is unsupported on this platform."""
-    server_args.sglang_folder()
-    _platform().check(config.rollout.sglang)
-
-
-def allocate(size: int) -> torch.Tensor:
-    """Allocate [size] uint8 that can be shared with the engine rank on the same device, see `pack_payload`."""
-    return _platform().allocate(size)  # type: ignore[no-any-return]
-
-
-def pack_payload(tensors: NamedTensors) -> str:
-    """Encode where tensors from `allocate` are, for the engine rank on the same device. They must stay there until it
-    has answered."""
-    return base64.b64encode(_platform().pack(tensors)).decode()
-
-
-class Engine:
-    """Life cycle of one engine. Not thread-safe; one object per engine, on its lead rank.
-
-    index: number of the engine among those of its role.
-    label: with the index, names the engine in messages, and its log `<run.dir>/logs/engine_<index>.log`.
-    keeps_weights: sleep with a copy of the weights on the host; otherwise a weight sync must follow each wake-up.
-    threads: per tensor parallel rank on a CPU; 0 for its share of the cores. A shared host's value takes precedence.
-    first_device: the engine's first GPU.
-    nnodes, node_rank, dist_init_addr ("host:port"): for an engine across machines, with one object on each. Only the
-    one with node_rank 0 generates.
-    """
+class SGLangEngine:
+    """An `Engine` in separate processes that `engine_host.py` starts. Arguments as for `EngineBackend.make_engine`."""
 
     def __init__(
         self,
@@ -185,7 +139,7 @@ class Engine:
         """Text by which SGLang's parser recognizes a tool call; empty if the parser has none."""
         node = f"_node_{node_rank}" if nnodes > 1 else ""
         self.log = Path(config.run.dir, "logs", f"{self.name.replace(' ', '_')}{node}.log")
-        self._platform = _platform()
+        self._platform = platform()
         self._host: HostProcess | None = None
         self._server: HostedServer | None = None
         self._asleep: set[str] = set()  # subset of _MEMORY_TAGS
@@ -200,6 +154,12 @@ class Engine:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
+
+    def connect(
+        self, timeout: float, routing: RoutingShape | None = None, indices: IndexShape | None = None
+    ) -> SGLangClient:
+        check_running = partial(self.check_running, self.start_number)
+        return SGLangClient(self.url, self.api_key, timeout, routing, self.weight_version, check_running, indices)
 
     def start(self) -> None:
         """Start the engine's processes without waiting; call `wait_ready` next."""
@@ -248,7 +208,7 @@ class Engine:
             "nnodes": self.nnodes,
             "node_rank": self.node_rank,
             "weight_version": str(self.weight_version),
-            "custom_weight_loader": [weight_loader.LOADER_NAME],
+            "custom_weight_loader": [LOADER_NAME],
             "skip_server_warmup": True,
             "incremental_streaming_output": True,
             "log_level": "warning",
@@ -279,7 +239,7 @@ class Engine:
             path = self._host.path
         environment = _environment(self.config, self.threads)
         try:
-            self._server = HostedServer(path, self.log, environment, settings)
+            self._server = HostedServer(path, SERVER, self.log, environment, settings)
         except OSError as error:
             raise EngineError(f"{self.name}: no engine host listens at {path} ({error})") from None
 
@@ -347,7 +307,7 @@ class Engine:
         """
         body = {
             "serialized_named_tensors": payloads,
-            "load_format": weight_loader.LOADER_NAME,
+            "load_format": LOADER_NAME,
             "flush_cache": False,
             "selector": "draft" if draft else "target",
         }
@@ -463,131 +423,3 @@ class Engine:
         lines = [line for line in text.splitlines() if not _NOISE.match(line)]
         tail = "\n".join(lines[-_LOG_LINES:])
         return f"the last lines of {self.log}:\n{tail or '(nothing)'}"
-
-
-async def watch(engine: Engine, client: Client, hang_timeout: float, start_number: int = 0) -> NoReturn:
-    """Watch an engine until it is lost; raises EngineLost with the reason. While it is asleep, commands to it find out.
-
-    hang_timeout: seconds that it may go without a sign of life while requests are pending.
-
-    Signs of life are a response, and SGLang's health check. The check passes when the scheduler has finished a batch
-    since it was called: with running requests that is one token of theirs, otherwise one token generated for the check.
-    """
-    last_sign = last_running = time.monotonic()
-    health_check: asyncio.Task[bool] | None = None
-    check_started = last_sign
-    try:
-        while True:
-            now = time.monotonic()
-            try:
-                if not engine.is_asleep:  # its device is in use, so that it could not start again
-                    engine.check_running(start_number)
-            except EngineLost as lost:
-                lost.detection_delay = max(0.0, now - max(last_running, client.last_response_time))
-                raise
-            last_running = now
-            if not client.num_pending or engine.is_paused:
-                last_sign = now
-            last_sign = max(last_sign, client.last_response_time)
-            if health_check is not None and health_check.done():
-                last_sign, health_check = max(last_sign, check_started) if health_check.result() else last_sign, None
-            if now - last_sign > hang_timeout:
-                raise engine.hang_error(now - last_sign)
-            if health_check is None and now - last_sign > min(_SILENCE_S, hang_timeout / 4):
-                check_started, health_check = now, asyncio.create_task(client.is_alive(hang_timeout))
-            await asyncio.sleep(_WATCH_POLL_S)
-    finally:
-        if health_check is not None:
-            health_check.cancel()
-            await asyncio.wait([health_check])
-
-
-class EngineRestart:
-    """Restarts one engine, on each rank with processes of it. Only `report_lost` may be called from any thread."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self._lock = threading.Lock()
-        self._error: EngineLost | None = None
-        self._thread = ThreadPoolExecutor(1, "engine start")
-        self._start_future: Future[None] | None = None
-        self._start_seconds = 0.0
-
-    @property
-    def is_pending(self) -> bool:
-        """True from the start of a restart until `wait`."""
-        return self._start_future is not None
-
-    def report_lost(self, error: EngineLost) -> None:
-        """Record that the engine is lost, and start it again if all of its processes belong to this rank."""
-        with self._lock:
-            # A watcher that polls rarely may report a start that has since been replaced.
-            is_stale = error.start_number and error.start_number != self.engine.start_number
-            if self._error is not None or self._start_future is not None or is_stale:
-                return
-            self._error = error
-            if self.engine.nnodes == 1:
-                self._submit_start()
-
-    def check(self) -> None:
-        """Check that the engine runs, after a time in which nobody has watched it."""
-        if self._start_future is None:
-            try:
-                self.engine.check_running()
-            except EngineLost as lost:
-                self.report_lost(lost)
-
-    def restart_if_lost(self, error: EngineError) -> bool:
-        """Return whether the engine that failed with `error` is lost. If so, its restart begins."""
-        until = time.monotonic() + _DEATH_CHECK_S
-        while not isinstance(error, EngineLost) and time.monotonic() < until:
-            try:
-                self.engine.check_running()
-                time.sleep(0.1)
-            except EngineLost as lost:
-                error = lost
-        if isinstance(error, EngineLost):
-            self.report_lost(error)
-        return isinstance(error, EngineLost)
-
-    def pop_error(self) -> EngineLost | None:
-        """Return the error that the engine was lost by, and clear it."""
-        with self._lock:
-            error, self._error = self._error, None
-            return error
-
-    def ensure_started(self) -> None:
-        """Begin the restart if it has not begun, because other ranks have found the engine lost."""
-        with self._lock:
-            if self._start_future is None:
-                self._submit_start()
-
-    def wait(self) -> float:
-        """Wait for the restart; return its seconds, 0 if there was none. `pop_error` returns its error."""
-        future = self._start_future
-        if future is None:
-            return 0.0
-        failed = future.exception()
-        with self._lock:
-            self._start_future = None
-            if failed is not None:
-                self._error = EngineLost("did not start again", str(failed))
-        return self._start_seconds
-
-    def close(self) -> None:
-        """Shut the engine down, and the thread that restarts it."""
-        self.engine.shutdown()
-        self._thread.shutdown()
-        self.engine.shutdown()
-
-    def _submit_start(self) -> None:
-        began = time.monotonic()
-
-        def run() -> None:
-            try:
-                self.engine.restart()
-                self.engine.wait_ready()
-            finally:
-                self._start_seconds = time.monotonic() - began
-
-        self._start_future = self._thread.submit(run)

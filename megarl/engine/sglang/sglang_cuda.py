@@ -10,10 +10,9 @@ import torch
 
 from megarl.config import Config, ConfigError
 from megarl.cpu.sglang_arguments import NamedTensors
+from megarl.engine.sglang.engine_settings import check_blackwell, choose_runner
 from megarl.models.fp8 import is_fp8
 from megarl.models.registry import load_hf_config
-from megarl.parallel import device
-from megarl.reshard.plan.engine_settings import check_blackwell, choose_runner
 
 START_METHOD = ""
 """SGLang's default: a process that has used CUDA cannot be forked."""
@@ -62,11 +61,6 @@ def server_args(config: Config, first_device: int) -> dict[str, Any]:
 def environment(tp: int, engines: int, threads: int) -> dict[str, str]:
     """Return the environment of the engine's processes."""
     return {}
-
-
-def allocate(size: int) -> torch.Tensor:
-    """Allocate [size] uint8 that `pack` can share."""
-    return torch.empty(size, dtype=torch.uint8, device=device.device())
 
 
 def pack(tensors: NamedTensors) -> bytes:

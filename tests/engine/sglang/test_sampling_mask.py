@@ -12,8 +12,8 @@ import torch
 from compare import PROMPTS, assert_truncated
 from engines import RunningEngine, start_engine
 
-from megarl.engine.client import Client
 from megarl.engine.engine_protocol import Generation, RequestFailed
+from megarl.engine.sglang.sglang_client import SGLangClient
 
 TRUNCATED: dict[str, Any] = {"temperature": 0.7, "top_p": 0.6, "top_k": 20, "min_p": 0.15}
 TOKENS = 12
@@ -30,7 +30,7 @@ def truncating_engine(host: str, tmp_path_factory: pytest.TempPathFactory) -> It
 
 def generate(running: RunningEngine, *requests: dict[str, Any], stop_engine: bool = False) -> list[Generation]:
     async def run() -> list[Generation]:
-        async with Client(running.engine.url, running.engine.api_key, 300.0) as client:
+        async with SGLangClient(running.engine.url, running.engine.api_key, 300.0) as client:
             sampling_params = [
                 asyncio.create_task(client.generate(prompt, {"max_new_tokens": TOKENS, "ignore_eos": True} | settings))
                 for settings in requests

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megarl.engine.sglang_engine import tokenizer_folder
+from megarl.engine.sglang.sglang_engine import tokenizer_folder
 
 
 def test_writes_a_missing_tokenizer_config_into_the_run_folder(tmp_path: Path) -> None:

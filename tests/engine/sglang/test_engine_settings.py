@@ -6,10 +6,12 @@ import ast
 from typing import Any
 
 import pytest
+from int4_folder import QUANTIZATION
 
-from megarl.config import ConfigError, server_args
-from megarl.reshard.plan import engine_settings
-from megarl.reshard.plan.engine_settings import check, choose_runner
+from megarl.config import Config, ConfigError, from_dict
+from megarl.engine.sglang import engine_settings, server_args
+from megarl.engine.sglang.engine_settings import check, choose_runner
+from megarl.reshard.plan.layout import EngineLayout
 
 pytestmark = pytest.mark.alone
 
@@ -137,3 +139,62 @@ def test_environment_variables_exist_in_sglang() -> None:
     # Not declared in environ.py, but read directly from the environment.
     source = (server_args.sglang_folder() / "layers/quantization/fp8.py").read_text()
     assert all(name in source for name in local) and len(local) <= 1, local
+
+
+def test_layout() -> None:
+    assert layout_of(config(tp=4, ep=2)) == EngineLayout(4, 2)
+    attention = {"enable_dp_attention": True, "dp_size": 4, "enable_dp_lm_head": True}
+    assert layout_of(config(tp=8, ep=8, sglang=attention)) == EngineLayout(8, 8, 4, head_tp=2)
+    assert layout_of(config(tp=8, sglang={"attn_dp_size": 2})) == EngineLayout(8, 1, 2)
+    dense, sent = {"moe_dense_tp_size": 1}, {"moe_a2a_backend": "deepep"}
+    assert layout_of(config(tp=8, ep=8, sglang=dense)) == EngineLayout(8, 8, mlp_tp=1)
+    assert layout_of(config(tp=8, ep=8, sglang=sent)) == EngineLayout(8, 8, shared_tp=1)
+    assert layout_of(config(tp=8, ep=8, sglang=dense | sent)) == EngineLayout(8, 8, mlp_tp=1, shared_tp=1)
+    drafting = [
+        layout_of(from_dict({"rollout": {"num_speculative_tokens": tokens}, "train": {"mtp_loss_coef": weight}})).draft
+        for tokens, weight in ((0, 0.0), (2, 0.0), (0, 0.1), (2, 0.1))
+    ]
+    assert drafting == [False, False, False, True]  # an untrained draft model keeps its loaded weights
+
+
+@pytest.mark.parametrize("key", ["pp_size", "ep_num_redundant_experts", "dp_size", "quantization"])
+def test_unsupported_sglang_settings_raise(key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"rollout\.sglang\.{key}"):
+        layout_of(config(tp=2, sglang={key: "fp8" if key == "quantization" else 2}))
+
+
+@pytest.mark.parametrize(
+    ("rollout", "message"),
+    [
+        ({"tp": 8, "sglang": {"moe_dense_tp_size": 2}}, "moe_dense_tp_size=2: SGLang knows 1 and rollout.tp=8 only"),
+        ({"tp": 8, "ep": 4, "sglang": {"moe_a2a_backend": "deepep"}}, "set rollout.ep to rollout.tp=8"),
+        (
+            {"tp": 8, "ep": 8, "num_speculative_tokens": 2, "sglang": {"moe_a2a_backend": "deepep"}},
+            "set only one of them",
+        ),
+        (
+            {"tp": 8, "ep": 8, "sglang": {"moe_a2a_backend": "deepep", "enforce_shared_experts_fusion": True}},
+            "remove the second",
+        ),
+        ({"tp": 8, "sglang": {"max_total_tokens": "lots"}}, "must be a whole number"),
+        ({"tp": 8, "sglang": {"enable_dp_lm_head": True}}, "also set attn_dp_size"),
+    ],
+)
+def test_invalid_combinations_raise(rollout: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        layout_of(config(**rollout))
+
+
+def test_int4_layout_needs_the_triton_runner() -> None:
+    settings = config(sglang={"moe_runner_backend": "deep_gemm"})
+    assert layout_of(settings) == EngineLayout(1)
+    with pytest.raises(ConfigError, match="for an INT4 checkpoint SGLang then takes Marlin"):
+        engine_settings.layout({"quantization_config": QUANTIZATION}, settings)
+
+
+def config(**rollout: Any) -> Config:
+    return from_dict({"rollout": rollout})
+
+
+def layout_of(settings: Config) -> EngineLayout:
+    return engine_settings.layout({}, settings)

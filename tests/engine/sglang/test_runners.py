@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config import ConfigError, foreign_dataclasses, server_args
-from megarl.reshard.plan import engine_settings
+from megarl.config import ConfigError, foreign_dataclasses
+from megarl.engine.sglang import engine_settings, server_args
 
 pytestmark = [pytest.mark.alone, pytest.mark.slow]
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CHOICES = foreign_dataclasses.parse_constants(
     ast.parse((server_args.sglang_folder() / "arg_groups/choices.py").read_text())
 )
@@ -166,5 +166,5 @@ def render_table() -> str:
 
 def test_readme_has_the_table() -> None:
     text = (ROOT / "megarl/reshard/README.md").read_text()
-    begin, end = "<!-- runners: megarl/reshard/plan/engine_settings.py -->\n", "\n<!-- /runners -->"
+    begin, end = "<!-- runners: megarl/engine/sglang/engine_settings.py -->\n", "\n<!-- /runners -->"
     assert text[text.index(begin) + len(begin) : text.index(end)] == render_table()

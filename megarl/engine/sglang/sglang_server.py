@@ -1,0 +1,89 @@
+"""The program of an SGLang engine, see `engine/engine_host.py`: SGLang's HTTP server and all of its processes.
+
+It writes to the file `facts` what the rank must know about SGLang's tool-call parser, so that a rank never has to
+import SGLang. `main` has the only patches of SGLang outside of `cpu/`: how processes start, and the names of their
+shared memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from megarl.engine.engine_host import LEFTOVERS
+from megarl.engine.sglang.sglang_parsers import find_tool_call_marker
+
+
+def preload() -> None:
+    """Import all that an engine's processes will need, except what depends on the model."""
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    import sglang.launch_server
+    import sglang.srt.entrypoints.http_server
+    import sglang.srt.function_call.function_call_parser
+    import sglang.srt.managers.scheduler
+    import sglang.srt.models.registry  # noqa: F401
+
+
+def instance_id(folder: str) -> str:
+    """Return SGLang's instance id for the engine with this folder."""
+    return hashlib.blake2s(os.fsencode(folder), digest_size=6).hexdigest()
+
+
+def load_file(folder: str) -> Path:
+    """Return the file by which this engine's processes report their load, which SGLang never removes.
+
+    The name is as in `sglang.srt.managers.load_snapshot`.
+    """
+    name = instance_id(folder)
+    return Path(f"/dev/shm/sglang_loads_{name}_{hashlib.blake2s(name.encode(), digest_size=4).hexdigest()}.shm")
+
+
+def main(settings: dict[str, Any]) -> None:
+    """Run the server until it ends, then kill its child processes.
+
+    settings: see `SGLangEngine._launch`; and "folder" from the host.
+    """
+    from megarl.cpu import sglang_plugin
+    from megarl.parallel.job_secret import SECRET_ENV
+    from megarl.parallel.rendezvous import STORE_FOLDER_ENV
+
+    os.environ[SECRET_ENV] = settings["secret"]  # for SGLang's child processes, which need not be forks of this one
+    if settings["server_args"].get("nnodes", 1) == 1:  # an engine across nodes has no common folder
+        os.environ[STORE_FOLDER_ENV] = tempfile.gettempdir()
+    Path(settings["folder"], LEFTOVERS).write_text(f"{load_file(settings['folder'])}\n")
+    preload()
+    sglang_plugin.seal_pickles()
+    from sglang.launch_server import run_server
+    from sglang.srt.server_args import PortArgs, ServerArgs
+    from sglang.srt.utils import kill_process_tree
+
+    if method := settings["start_method"]:  # under SGLang's own "spawn" each process would import everything again
+        set_start_method = multiprocessing.set_start_method
+        multiprocessing.set_start_method = lambda *_, **__: set_start_method(method, force=True)
+    init_new = PortArgs.init_new
+
+    def init_with_id(*args: Any, **kwargs: Any) -> PortArgs:
+        """Replace the random instance id in SGLang's shared-memory names, so that others can remove those files."""
+        ports = init_new(*args, **kwargs)
+        ports.instance_id = instance_id(settings["folder"])
+        return ports
+
+    PortArgs.init_new = staticmethod(init_with_id)
+    facts = {"tool_call_marker": find_tool_call_marker(settings["tool_call_parser"])}
+    Path(settings["facts"]).write_text(json.dumps(facts))
+    try:
+        run_server(ServerArgs(**settings["server_args"]))
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+if __name__ == "__main__":  # SGLang's children import this file again under another name
+    main(json.load(sys.stdin))
