@@ -79,6 +79,10 @@ FEATURES: dict[str, dict[str, Sequence[str]]] = {
         "CP2": ("parallel.tp=1", "parallel.ep=1", "parallel.cp=2"),
         "DP2 x EP2": ("parallel.tp=1", "parallel.ep=2"),
     },
+    "optimizer states": {
+        "on the device": (),
+        "on the host": ("actor_optimizer.offload_fraction=1", "critic.optimizer.offload_fraction=0.5"),
+    },
 }
 
 _NO_CACHE = "an engine that sleeps while models use its device has no KV cache of the old weights left to continue with"

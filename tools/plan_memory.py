@@ -45,6 +45,7 @@ from megarl.dry_run.suggest_layout import (
 )
 from megarl.dry_run.validation import memory_table, summarize_peak
 from megarl.models.family import HFConfig
+from megarl.models.host_memory import OFFLOADED_STATES
 from megarl.models.memory import StageMemory, plan_memory
 from megarl.models.registry import family_of
 from megarl.models.step_time import GPUSpec, StepTime
@@ -87,6 +88,8 @@ def base_config(options: argparse.Namespace, world: int, engine: dict[str, int])
                 "weight_sync_bucket_mb": options.bucket_mb,
                 "sglang": {"max_total_tokens": options.kv_tokens},
             },
+            "actor_optimizer": {"offload_fraction": options.offload_fraction},
+            "critic": {"optimizer": {"offload_fraction": options.offload_fraction}},
             "train": {"max_tokens_per_gpu": options.tokens, "logits_chunk_size": options.logits_chunk_size},
         }
     )
@@ -162,6 +165,7 @@ NAMES = {
     "context": "context parallel traffic",
     "expert": "expert parallel traffic",
     "data": "gradients and weights between replicas",
+    "host": "the update of offloaded states on the host",
     "pipeline": "pipeline traffic",
     "waits": "waiting in the pipeline",
 }
@@ -268,22 +272,26 @@ def plan(options: argparse.Namespace, hf: HFConfig, console: Console) -> int:
 
 
 def model_state_bytes(model: Any) -> dict[str, int]:
-    """Return the bytes of a MegatronModel's `weights`, `gradients` and `optimizer` on this rank, from its tensors.
+    """Return the bytes of a MegatronModel's weights, gradients and optimizer states on this rank, from its tensors.
 
     Weights include the routers' expert biases. Gradients are Megatron's buffers, which pad parameters to multiples of
     64 elements. The optimizer's are this rank's moments, and master weights unless they are the model's own weights.
+    `optimizer, offloaded` are those on the host, if any.
     """
-    from megarl.megatron.optimizer import state_tensors
+    from megarl.megatron.optimizer import device_state_tensors, state_tensors
 
     weights = list(model.local_params().values())
     buffers = [buffer for chunk in model.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     weight_storages = {tensor.untyped_storage().data_ptr() for tensor in weights}
-    states = [tensor for tensor in state_tensors(model.optimizer) if tensor.dim()]  # without step counts
+    states = [tensor for tensor in device_state_tensors(model.optimizer) if tensor.dim()]  # without step counts
     separate = [tensor for tensor in states if tensor.untyped_storage().data_ptr() not in weight_storages]
+    on_device = set(map(id, states))
+    on_host = [t for t in state_tensors(model.optimizer) if t.dim() and id(t) not in on_device]
     return {
         "weights": sum(tensor.nbytes for tensor in weights),
         "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
         "optimizer": sum(tensor.nbytes for tensor in separate),
+        **({OFFLOADED_STATES: sum(tensor.nbytes for tensor in on_host)} if on_host else {}),
     }
 
 
@@ -321,7 +329,7 @@ def measure(options: argparse.Namespace, hf: HFConfig, console: Console) -> int:
     for role in ("actor", "critic")[: 2 if critic else 1]:
         model = MegatronModel(hf, config, job, role)  # type: ignore[arg-type]
         create_states(model.optimizer)
-        counted |= {f"{role} {part}": part_bytes for part, part_bytes in model_state_bytes(model).items()}
+        counted |= {f"{role} {part}": part_bytes for part, part_bytes in model_state_bytes(model).items() if part_bytes}
         if role == "actor" and "reference weights" in planned[0].host:
             counted["reference weights"] = model.host_copy().size
     everyone = parallel_ranks.all_gather_objects((job.job.rank, job.pp_rank, counted))
@@ -402,6 +410,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--batch-tokens", type=int_in_range(), default=1 << 20, help="of an optimizer step (%(default)s)"
+    )
+    parser.add_argument(
+        "--offload-fraction",
+        type=float,
+        default=0.0,
+        help="of optimizer states, on the host (actor_optimizer.offload_fraction)",
     )
     parser.add_argument("--measure", action="store_true", help="build it on this CPU and compare; small models only")
     parser.add_argument("--json", action="store_true", help="figures for a program, instead of tables")

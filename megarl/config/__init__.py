@@ -48,6 +48,7 @@ _OTHER_NAMES = {
     "actor_optimizer.warmup_fraction": "warmup_ratio",
     "actor_optimizer.schedule": "lr_scheduler_type",
     "actor_optimizer.max_grad_norm": "max_grad_norm grad_clip clip_grad",
+    "actor_optimizer.offload_fraction": "optimizer_offload_fraction optimizer_cpu_offload",
     "data.prompts_per_step": "batch_size train_batch_size rollout_batch_size",
     "data.train": "train_files",
     "data.eval": "val_files",

@@ -179,6 +179,10 @@ class OptimizerConfig:
     """Term that Adam adds to the root of the mean of squared gradients; much smaller gradients have little effect."""
     max_grad_norm: NonNegativeFloat = 1.0
     """Gradients are clipped to this norm; 0 disables clipping."""
+    offload_fraction: Share = 0.0
+    """Share of master weights and moments that is in host memory, where AdamW updates it, while gradients and weights
+    are copied (Megatron's HybridDeviceOptimizer). Frees up to 12 bytes per element of a rank's shard on the device (8
+    in fp32), and takes 16 on the host."""
 
 
 @dataclass(frozen=True)

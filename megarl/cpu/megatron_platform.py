@@ -34,8 +34,10 @@ class _Stream:
 
     def wait_stream(self, other: Any) -> None: ...
 
+    def wait(self, stream: Any) -> None: ...  # of an event
+
     def record_event(self) -> _Stream:
-        return self  # events are only ever waited for
+        return self  # as an event
 
     def synchronize(self) -> None: ...
 
@@ -129,6 +131,7 @@ def _patch_megatron() -> None:
         import megatron.core.tensor_parallel.mappings as mappings
         import megatron.core.tensor_parallel.random as random
         import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+        from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
         from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -152,6 +155,13 @@ def _patch_megatron() -> None:
         dist.all_to_all_single(parts, input_.contiguous(), [local_rows] * group.size(), sizes, group=group)
         return parts.view(group.size(), local_rows, *input_.shape[1:]).sum(0)
 
+    init_hybrid = HybridDeviceOptimizer.__init__
+
+    def init_unfused(self: Any, params: Any, **kwargs: Any) -> None:
+        init_hybrid(self, params, **kwargs | {"fused": False})
+
+    why = "torch's fused AdamW rounds otherwise than its plain one, which updates what is not offloaded"
+    _patch(HybridDeviceOptimizer, "__init__", init_unfused, why)
     set_states = DistributedOptimizer._set_main_param_and_optimizer_states
 
     def set_states_but_step(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:

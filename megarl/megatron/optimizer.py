@@ -24,6 +24,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megarl.config import OptimizerConfig
+from megarl.megatron.host_optimizer import HostAdamW
 from megarl.models.layout_algebra import range_chunks
 from megarl.parallel.ranks import use_member_world
 
@@ -95,7 +96,11 @@ core_optimizer._get_param_groups = _model_param_groups
 
 
 def build_optimizer(config: OptimizerConfig, chunks: Sequence[torch.nn.Module], dtype: torch.dtype) -> Any:
-    """Build AdamW with fp32 masters and states, sharded over data parallel ranks. Biases and norms do not decay."""
+    """Build AdamW with fp32 masters and states, sharded over data parallel ranks. Biases and norms do not decay.
+
+    With `offload_fraction` above 0, the distributed optimizers' own optimizers are `HostAdamW`.
+    """
+    is_offloaded = config.offload_fraction > 0
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
@@ -109,6 +114,10 @@ def build_optimizer(config: OptimizerConfig, chunks: Sequence[torch.nn.Module], 
             bf16=dtype == torch.bfloat16,
             params_dtype=dtype,
             use_distributed_optimizer=True,
+            use_precision_aware_optimizer=is_offloaded,  # without it, masters would be on the device in addition
+            optimizer_cpu_offload=is_offloaded,
+            optimizer_offload_fraction=config.offload_fraction,
+            overlap_cpu_optimizer_d2h_h2d=is_offloaded,
         ),
         list(chunks),
     )
@@ -120,22 +129,32 @@ def build_optimizer(config: OptimizerConfig, chunks: Sequence[torch.nn.Module], 
             buffer.numel_unpadded = buffer.numel
             for bucket in buffer.buckets:
                 bucket.numel_unpadded = bucket.grad_data.numel()
-    for inner in _torch_optimizers(optimizer):
-        for group in inner.param_groups:
+    for _, part in _dist_optimizers(optimizer):
+        for group in part.optimizer.param_groups if isinstance(part.optimizer, torch.optim.AdamW) else ():
             for parameter in group["params"]:
                 # torch does this in its first step, but Megatron's state_dict needs a step count before that.
                 zeros = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-                inner.state[parameter] = {"step": torch.tensor(0.0), **zeros}
+                part.optimizer.state[parameter] = {"step": torch.tensor(0.0), **zeros}
     return optimizer
 
 
 def state_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
     """Iterate over this rank's masters and moments."""
-    for _, part in _dist_optimizers(optimizer):
-        for group in part.optimizer.param_groups:
-            yield from group["params"]
-        for values in part.optimizer.state.values():
-            yield from (value for value in values.values() if isinstance(value, torch.Tensor))
+    for inner in _inner_optimizers(optimizer):
+        yield from _masters_and_moments(inner)
+
+
+def device_state_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
+    """Iterate over those masters and moments of this rank that are on the device."""
+    for inner in _inner_optimizers(optimizer, on_host=False):
+        yield from _masters_and_moments(inner)
+
+
+def _masters_and_moments(inner: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for group in inner.param_groups:
+        yield from group["params"]
+    for values in inner.state.values():  # "master_param" repeats a parameter of the groups
+        yield from (value for name, value in values.items() if name != "master_param" and torch.is_tensor(value))
 
 
 def create_states(optimizer: Any) -> None:
@@ -147,8 +166,8 @@ def create_states(optimizer: Any) -> None:
 
 def iter_step_holders(optimizer: Any) -> Iterator[dict[str, Any]]:
     """Iterate over the dicts with AdamW's step count under "step": per parameter in torch, per group in TE."""
-    for _, part in _dist_optimizers(optimizer):
-        for holder in (*part.optimizer.param_groups, *part.optimizer.state.values()):
+    for inner in _inner_optimizers(optimizer):
+        for holder in (*inner.param_groups, *inner.state.values()):
             if "step" in holder:
                 yield holder
 
@@ -171,16 +190,37 @@ def sharded_state(optimizer: Any, model_state: dict[str, Any], is_loading: bool)
 def load_state(optimizer: Any, state: dict[str, Any], steps: int) -> None:
     """Load the state that was read for `sharded_state`. steps: the number of updates so far."""
     for name, part in _dist_optimizers(optimizer):
+        if isinstance(part.optimizer, HostAdamW):
+            _load_host_states(part, state[name])
+            part.optimizer.set_step_count(steps)
+            continue
         groups = [
             {**{key: value for key, value in group.items() if key != "params"}, "step": steps}
             for group in part.optimizer.param_groups
         ]
         param_state = {"param_state": state[name], "param_state_sharding_type": "fully_reshardable"}
         part.load_state_dict({"optimizer": {"param_groups": groups}, **param_state})
-    for inner in _torch_optimizers(optimizer):
-        for values in inner.state.values():
+        for values in part.optimizer.state.values() if isinstance(part.optimizer, torch.optim.AdamW) else ():
             # Megatron shares one tensor among all parameters, and AdamW would increment it once per parameter.
             values["step"] = values["step"].clone()
+
+
+@torch.no_grad()
+def _load_host_states(part: Any, loaded: dict[int, dict[str, torch.Tensor]]) -> None:
+    """Copy loaded masters and moments [whole parameter] into those of this rank's shards, in Megatron's order."""
+    spans = {
+        param: ranges["param"]
+        for buffers in part.gbuf_ranges
+        for buckets in buffers.values()
+        for bucket in buckets
+        for param, ranges in bucket["param_map"].items()
+    }
+    params = (param for buffer in part.buffers for param in buffer.param_index_map)
+    for number, param in enumerate(params):
+        if param in spans:
+            states, span = part._get_main_param_and_optimizer_states(param), spans[param]
+            for name in ("param", "exp_avg", "exp_avg_sq"):
+                states[name].copy_(loaded[number][name].flatten()[span.start : span.end])
 
 
 def _dist_optimizers(optimizer: Any) -> list[tuple[str, Any]]:
@@ -189,10 +229,17 @@ def _dist_optimizers(optimizer: Any) -> list[tuple[str, Any]]:
     return [(f"part{i}", part) for i, part in parts if not part.is_stub_optimizer and part.buffers]
 
 
-def _torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """Return torch's AdamW optimizers inside Megatron's wrappers; empty with Transformer Engine's."""
-    optimizers = [part.optimizer for _, part in _dist_optimizers(optimizer)]
-    return [adamw for adamw in optimizers if isinstance(adamw, torch.optim.AdamW)]
+def _inner_optimizers(optimizer: Any, on_host: bool = True) -> list[torch.optim.Optimizer]:
+    """Return the optimizers inside Megatron's wrappers, with those on the host or without."""
+    inner: list[torch.optim.Optimizer] = []
+    for _, part in _dist_optimizers(optimizer):
+        if not isinstance(part.optimizer, HostAdamW):
+            inner.append(part.optimizer)
+        elif on_host:
+            inner += part.optimizer.sub_optimizers
+        elif part.optimizer.gpu_optimizer is not None:
+            inner.append(part.optimizer.gpu_optimizer)
+    return inner
 
 
 def build_scheduler(config: OptimizerConfig, optimizer: Any, total_updates: int) -> OptimizerParamScheduler:

@@ -318,7 +318,7 @@ class MegatronModel:
         freed = 0
         if self.optimizer is not None:
             buffers = (buffer for chunk in self.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers)
-            states, grads = optimizer.state_tensors(self.optimizer), [buffer.grad_data for buffer in buffers]
+            states, grads = optimizer.device_state_tensors(self.optimizer), [buffer.grad_data for buffer in buffers]
             freed += self._optimizer_offload.offload(states, drop=grads, exclude=params)
         return freed + (self._weight_offload.offload(params) if weights else 0)
 

@@ -27,6 +27,7 @@ MASK_PICK_BYTES = 2 * INDEX_BYTES  # per sampling-mask id that a micro-batch gat
 GAE_ELEMENTS = 1 << 24  # that `algorithms.advantages.gae` processes at a time, see `MAX_BLOCK_STEPS` there
 TENSOR_VIEW_BYTES = 512  # of the tensor object for a row of them
 PENDING_CHECKPOINT = "checkpoint under way"
+OFFLOADED_STATES = "optimizer, offloaded"
 RECORD_CHUNK_TOKENS = 1 << 20  # tokens of records that a rank writes at a time, see `observe.rollout_log`
 RECORD_BYTES = 3 * (TOKEN_BYTES + 2 * FLOAT_BYTES)
 """Bytes per token of these records, with log-prob and advantage: as columns, encoded, and compressed.
@@ -74,14 +75,17 @@ def step_bytes(
 def checkpoint_copy(config: Config, states: Mapping[str, int], trained: Iterable[str]) -> dict[str, int]:
     """Return an upper bound on the bytes of a rank's copy of its models for `run.save_async`.
 
-    states: bytes of the trained roles' weights and optimizers.
+    states: bytes of the trained roles' weights and optimizers, on the device and on the host.
     """
     names = [role.replace("_", " ") for role in trained]
     if not (config.run.save_every and config.run.save_async and names):
         return {}
     weights, optimizer = (sum(states.get(f"{name} {part}", 0) for name in names) for part in ("weights", "optimizer"))
-    # In fp32 the weights are their own masters, and are saved as both.
-    return {PENDING_CHECKPOINT: weights + (optimizer * 3 // 2 if config.model.dtype == "float32" else optimizer)}
+    # In fp32, weights on the device are their own masters, and are saved as both.
+    optimizer = optimizer * 3 // 2 if config.model.dtype == "float32" else optimizer
+    return {
+        PENDING_CHECKPOINT: weights + optimizer + sum(states.get(f"{name} {OFFLOADED_STATES}", 0) for name in names)
+    }
 
 
 def recording_bytes(config: Config, batch: BatchSize, routing: RoutingShape | None = None) -> float:

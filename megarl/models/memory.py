@@ -23,7 +23,7 @@ from megarl.models.activation_memory import DTYPE_BYTES, layer_elements, logits_
 from megarl.models.deepseek_sparse import indexer_types, is_indexer
 from megarl.models.family import HFConfig
 from megarl.models.fp8 import BLOCK, is_fp8, is_quantised
-from megarl.models.host_memory import PENDING_CHECKPOINT, checkpoint_copy
+from megarl.models.host_memory import OFFLOADED_STATES, PENDING_CHECKPOINT, checkpoint_copy
 from megarl.models.layout_algebra import (
     BEFORE_DECODER,
     TOWER,
@@ -123,6 +123,7 @@ class TrainedStage(NamedTuple):
     activations: int
     inputs: int  # of its micro-batches
     states: dict[str, int]
+    host: dict[str, int]  # by the optimizer's `offload_fraction`
     logits: int = 0
 
 
@@ -198,6 +199,7 @@ def plan_memory(
     stages: list[StageMemory] = []
     for stage, stage_layer_ids in enumerate(layers):
         states: dict[str, int] = {}
+        offloaded_states: dict[str, int] = {}
         training = {"activations": 0, "logits": 0, "micro-batches": 0} if computes else {}
         in_stage = local_stages[lead] == stage
         if not in_stage.any():
@@ -208,11 +210,13 @@ def plan_memory(
                 continue
             largest = max((model_stages[number] for number in numbers), key=lambda part: sum(part.states.values()))
             states |= largest.states
+            offloaded_states |= largest.host
             # One model computes at a time, so the larger of the two counts.
             training["activations"] = max(training["activations"], largest.activations)
             training["micro-batches"] = max(training["micro-batches"], largest.inputs)
             training["logits"] = max(training["logits"], *(model_stages[number].logits for number in numbers))
-        generation, host = dict(engine), checkpoint_copy(config, states, trained)
+        generation = dict(engine)
+        host = offloaded_states | checkpoint_copy(config, {**states, **offloaded_states}, trained)
         for role in (role for role in inference if role in local_roles):
             numbers = set(local_stages[role][in_stage].tolist()) - {_ELSEWHERE}
             if not numbers:
@@ -254,7 +258,7 @@ def plan_memory(
             if staged := sync_staging_bytes(bucket, weights, engine_weights) * (1 + sends_changes):
                 syncs[role] = {f"{engine_role} weights": engine_weights, "reshard staging": staged}
             if weights and config.guards.ppo_kl:
-                model_bytes = weights + states[f"{name} optimizer"]
+                model_bytes = weights + states[f"{name} optimizer"] + host.get(f"{name} {OFFLOADED_STATES}", 0)
                 host["last good policy"] = host.get("last good policy", 0) + model_bytes
         if requirements.has_rollout and requirements.trained_roles and config.train.offload and states:
             host["states, while generating"] = sum(states[name] for name in states if "gradients" not in name)
@@ -306,15 +310,16 @@ def _trained_stages(hf: HFConfig, config: Config, role: str, tokens: int) -> lis
     dp = parallel.world_size // (parallel.tp * parallel.pp)  # including cp: optimizer states are sharded over both
     expert_dp = max(1, parallel.world_size // (parallel.pp * parallel.ep * parallel.etp))
     mtp = num_trained_mtp(hf, config) if is_actor else 0
+    fraction = (config.actor_optimizer if is_actor else config.critic.optimizer).offload_fraction
     replays, indices = (is_actor and key for key in (config.train.routing_replay, config.train.sparse_index_replay))
     stages = []
     indexer, frozen_tower = is_actor and config.train.indexer_loss_coef > 0, config.model.freeze_vision_tower
     by_stage = stage_elements(hf, parallel, layers, not is_actor, config.lora, bool(mtp), indexer, frozen_tower)
     for stage, elements in enumerate(by_stage):
-        parts = state_bytes(elements, dp, expert_dp, size)
-        states = {f"{role.replace('_', ' ')} {part}": amount for part, amount in parts.items()}
+        parts = state_bytes(elements, dp, expert_dp, size, fraction), offloaded_bytes(elements, dp, expert_dp, fraction)
+        states, host = ({f"{role.replace('_', ' ')} {part}": amount for part, amount in each.items()} for each in parts)
         activations, inputs = training_bytes(settings, layers, stage, parallel, tokens, size, mtp, replays, indices)
-        stages.append(TrainedStage(layers[stage], activations, ceil(inputs), states))
+        stages.append(TrainedStage(layers[stage], activations, ceil(inputs), states, host))
     if is_actor:
         stages[-1] = stages[-1]._replace(logits=_logits_bytes(hf, config, tokens, size))
     return stages
@@ -458,21 +463,32 @@ def _count_elements(
     return counts
 
 
-def state_bytes(elements: ElementCounts, dp: int, expert_dp: int, size: int) -> dict[str, int]:
-    """Return the bytes of weights, fp32 gradients, and the rank's shard of master weights and two moments.
+def state_bytes(elements: ElementCounts, dp: int, expert_dp: int, size: int, offloaded: float = 0.0) -> dict[str, int]:
+    """Return the device bytes of weights, fp32 gradients, and the rank's shard of master weights and two moments.
 
     Per element, with the optimizer sharded over d ranks: 6 + 12 / d bytes in bf16 and 8 + 8 / d in fp32, where the
     weights are their own masters, as in Megatron-Core's guide to its distributed optimizer.
 
     dp, expert_dp: ranks over which states of dense parameters, and those of experts, are sharded.
+    offloaded: share of masters and moments on the host. Whole parameters are, so it may be up to one parameter more.
     """
     dense, expert, frozen, biases = elements
     states = 12 if size == 2 else 8
     return {
         "weights": (dense + expert + frozen) * size + biases * 4,
         "gradients": (dense + expert) * 4,
-        "optimizer": -(-dense * states // dp) + -(-expert * states // expert_dp),
+        "optimizer": sum(ceil((1 - offloaded) * states * count / n) for count, n in ((dense, dp), (expert, expert_dp))),
     }
+
+
+def offloaded_bytes(elements: ElementCounts, dp: int, expert_dp: int, offloaded: float) -> dict[str, int]:
+    """Return the host bytes of the share `offloaded` of master weights and moments, and of its gradients, all fp32.
+
+    Gradients are in page-locked allocations of powers of two, which are not counted.
+    """
+    shares = (ceil(offloaded * count / n) for count, n in ((elements.dense, dp), (elements.expert, expert_dp)))
+    count = sum(shares)
+    return {OFFLOADED_STATES: 12 * count, "gradients, offloaded": 4 * count} if offloaded else {}
 
 
 def engine_bytes(hf: HFConfig, tp: int, size: int, drafts: bool = False) -> int:

@@ -37,6 +37,8 @@ class GPUSpec:
     comm_overlap: float = 0.5  # fraction of traffic that overlaps with arithmetic
     layer_overhead: float = 0.5e-3  # seconds per micro-batch to launch a layer's kernels, forward and backward
     moe_layer_overhead: float = 2.5e-3
+    pcie_bandwidth: float = 50e9  # bytes per second and direction to the host; nominally 64e9; assumed, not fitted
+    host_bandwidth: float = 40e9  # of host memory per GPU; nominally 77e9 with 16 channels of DDR5-4800 for 8; assumed
 
     def transfer_seconds(self, nbytes: float, crosses_nodes: bool) -> float:
         """Return the exposed seconds of a transfer over the network, or else within a node."""
@@ -60,7 +62,8 @@ class StepTime:
         """Return the seconds of the busiest rank by activity.
 
         `arithmetic` (matrix products), their `recomputation`, `memory` (all other operations), `launches`,
-        communication of `tensor`, `context`, `expert`, `pipeline` and `data` parallelism, and pipeline `waits`.
+        communication of `tensor`, `context`, `expert`, `pipeline` and `data` parallelism, pipeline `waits`, and the
+        update of offloaded states on the `host`: the slowest of gradients down, weights up, and AdamW itself.
         """
         parallel, machine = config.parallel, self.machine
         settings: Mapping[str, Any] = {**self.base, **config.model.megatron}
@@ -117,6 +120,11 @@ class StepTime:
 
         elements = stage_elements(self.hf, parallel, stages)
         seconds["data"] = max(sync(stage.dense, tp) + sync(stage.expert, span) for stage in elements)
+        fraction, ranks = config.actor_optimizer.offload_fraction, parallel.world_size // pp
+        offloaded = fraction * max(stage.dense * tp / ranks + stage.expert * span / ranks for stage in elements)
+        # AdamW reads gradient, master and two moments, and writes all but the gradient. Weights are cast on the host.
+        host_bytes = 28 + (4 + size if size < 4 else 0)
+        seconds["host"] = offloaded * max(4 / machine.pcie_bandwidth, host_bytes / machine.host_bandwidth)
         return seconds
 
 

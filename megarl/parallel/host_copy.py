@@ -63,6 +63,28 @@ class HostCopy:
                 remaining, free = remaining[count:], free[count:]
 
 
+PINNED_CHUNK_BYTES = 1 << 30
+"""Size of an allocation of `allocate_pinned`, a power of two, unless a tensor is larger or all are smaller."""
+
+
+def allocate_pinned(shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
+    """Return host tensors of these shapes, fp32 and uninitialized, pinned if there is a GPU.
+
+    They share allocations of powers of two, the largest first, so that each is more than half full. torch would round
+    up every single one (see `HostCopy`).
+    """
+    tensors, free = [torch.empty(0)] * len(shapes), torch.empty(0)
+    missing = sum(shape.numel() for shape in shapes)
+    for i in sorted(range(len(shapes)), key=lambda i: -shapes[i].numel()):
+        size = shapes[i].numel()
+        if size > len(free):
+            count = max(size, min(PINNED_CHUNK_BYTES // 4, missing))
+            free = torch.empty(1 << (count - 1).bit_length(), pin_memory=device.has_cuda())
+        tensors[i], free = free[:size].view(shapes[i]), free[size:]
+        missing -= size
+    return tensors
+
+
 def storage_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     """View a storage as [bytes] uint8."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

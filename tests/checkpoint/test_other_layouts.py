@@ -114,7 +114,7 @@ def later_steps(run_dir: Path) -> list[dict[str, float]]:
     ("world", "layout"),
     [
         (1, ()),
-        (2, ("parallel.pp=2",)),
+        (2, ("parallel.pp=2", "actor_optimizer.offload_fraction=1", "critic.optimizer.offload_fraction=0.5")),
         pytest.param(
             3,
             ("placement.critic=2", "placement.actor=0-1", "placement.rollout=0-1", "placement.reward=0-1"),
@@ -126,7 +126,7 @@ def later_steps(run_dir: Path) -> list[dict[str, float]]:
             marks=pytest.mark.nightly,
         ),
     ],
-    ids=["one rank", "pp=2", "separate critic", "four ranks, critic with pp=2"],
+    ids=["one rank", "pp=2, states on the host", "separate critic", "four ranks, critic with pp=2"],
 )
 def test_resume_in_another_layout_matches_uninterrupted_run(
     run: RunTraining, uninterrupted: Path, tmp_path: Path, world: int, layout: tuple[str, ...]

@@ -28,6 +28,7 @@ EXPECTED = {
     "megatron.core.tensor_parallel.random._set_cuda_rng_state",
     "megatron.core.tensor_parallel.random.CheckpointWithoutOutput.__init__",
     "megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu",
+    "megatron.core.optimizer.cpu_offloading.hybrid_optimizer.HybridDeviceOptimizer.__init__",
     "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer._set_main_param_and_optimizer_states",
 }
 

@@ -816,6 +816,7 @@ def test_cluster_recipes_fit_their_gpus() -> None:
         ("deepseek_v3_671b", 80, ["algorithm=grpo", BF16, "rollout.tp=64", "rollout.ep=64", "rollout.concurrency=256"]),
         ("deepseek_v3_671b", 141, [BF16, "rollout.tp=32", "rollout.ep=32"]),
         ("deepseek_v3_671b_256", 141, []),
+        ("deepseek_v3_671b_96", 96, []),
         ("glm_5", 141, []),
         ("qwen3_235b", 80, []),
         ("qwen3_30b_a3b", 80, []),

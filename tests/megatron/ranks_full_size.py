@@ -32,6 +32,14 @@ def build_rank(path: str, rank: int, *overrides: str) -> dict[str, Any]:
             states = optimizer.build_optimizer(config.actor_optimizer, chunks, getattr(torch, config.model.dtype))
             buffers = [item for chunk in chunks for item in (*chunk.buffers, *chunk.expert_parallel_buffers)]
             state_tensors = {id(tensor): tensor for tensor in optimizer.state_tensors(states)}
+            device_states = list(optimizer.device_state_tensors(states))
+            host_grads = [
+                grad
+                for part in states.chained_optimizers
+                if isinstance(part.optimizer, optimizer.HostAdamW)
+                for grad in part.optimizer.cpu_copy_map_grad.values()
+            ]
+            pinned = {grad.untyped_storage()._cdata: grad.untyped_storage().nbytes() for grad in host_grads}
             shapes = {name: list(tensor.shape) for name, tensor in named_params(chunks, layout_ranks.ep_rank).items()}
             return {
                 "shapes": shapes,
@@ -40,6 +48,9 @@ def build_rank(path: str, rank: int, *overrides: str) -> dict[str, Any]:
                 ),
                 "gradients": sum(item.grad_data.nbytes for item in buffers),
                 "optimizer": sum(tensor.nbytes for tensor in state_tensors.values() if tensor.dim()),
+                "optimizer on the device": sum(tensor.nbytes for tensor in device_states if tensor.dim()),
+                "gradients on the host": sum(grad.nbytes for grad in host_grads),
+                "pinned": sum(pinned.values()),
             }
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from megarl.config import load_config
 from megarl.models.layout_algebra import local_shape
-from megarl.models.memory import stage_elements, state_bytes
+from megarl.models.memory import offloaded_bytes, stage_elements, state_bytes
 from megarl.models.registry import family_of, load_hf_config
 from megarl.reshard.plan.from_config import train_layout
 
@@ -20,6 +20,7 @@ CASES: list[list[Any]] = [
     ["configs/qwen3_235b.yaml", 0],
     ["configs/qwen3_235b.yaml", 127, "parallel.cp=2", "parallel.ep=8"],
     ["configs/llama3_70b.yaml", 64],
+    *(["configs/deepseek_v3_671b_96.yaml", rank] for rank in (0, 95)),  # with all optimizer states on the host
 ]
 
 
@@ -55,3 +56,14 @@ def test_megatron_builds_planned_shapes_and_bytes(built_ranks: list[dict[str, An
     # Megatron pads its buffers to give each rank the same share.
     for part in ("gradients", "optimizer"):
         assert planned[part] <= built[part] <= planned[part] * 1.0001 + 65536, part
+    fraction = config.actor_optimizer.offload_fraction
+    offloaded = offloaded_bytes(elements, dense, expert, fraction)
+    assert built["optimizer on the device"] == (0 if fraction else built["optimizer"])
+    if fraction:
+        assert offloaded == {
+            "optimizer, offloaded": built["optimizer"],
+            "gradients, offloaded": built["gradients on the host"],
+        }
+        assert built["pinned"] < 1.1 * built["gradients on the host"]
+    else:
+        assert offloaded == {} and built["pinned"] == 0

@@ -375,6 +375,36 @@ def test_guard_keeps_last_good_policy_on_host() -> None:
     assert "last good policy" not in plan_stages(QWEN2, make_config(), QWEN2)[0].host
 
 
+@pytest.mark.parametrize("dtype, master", [("bfloat16", 4), ("float32", 0)])
+def test_offloaded_states_are_on_the_host(dtype: str, master: int) -> None:
+    """Per element 12 bytes of states and 4 of gradients on the host; in fp32 a weight on the device is its master."""
+
+    def plan(fraction: float, critic_fraction: float = 0.0) -> StageMemory:
+        config = make_config(
+            model={"dtype": dtype},
+            actor_optimizer={"offload_fraction": fraction},
+            critic={"optimizer": {"offload_fraction": critic_fraction}},
+            guards={"ppo_kl": 0.05},
+            run={"save_every": 5, "save_async": True},
+        )
+        return plan_stages(QWEN2, config, QWEN2)[0]
+
+    count, none = sum(param_count(QWEN2).values()), plan(0.0)
+    for fraction in (0.25, 1.0):
+        some, critic = plan(fraction), plan(0.0, fraction)
+        rest = round((1 - fraction) * count * (8 + master))
+        assert some.states == none.states | {"actor optimizer": rest}
+        assert none.states["actor optimizer"] == count * (8 + master)
+        on_host = round(fraction * count)
+        parts = {"actor optimizer, offloaded": 12 * on_host, "actor gradients, offloaded": 4 * on_host}
+        # A rollback needs them as well. A checkpoint is of the same size, wherever its parts are.
+        kept = some.states["actor weights"] + rest + 12 * on_host
+        assert some.host == none.host | parts | {"last good policy": kept}
+        assert "actor optimizer, offloaded" not in critic.host
+        assert critic.host["critic optimizer, offloaded"] == 3 * critic.host["critic gradients, offloaded"] > 0
+        assert critic.states["actor optimizer"] == none.states["actor optimizer"]
+
+
 def test_async_save_keeps_a_copy_on_host() -> None:
     """The copy has weights and three fp32 numbers per element, one of which is the weight in an fp32 model."""
     count = sum(param_count(QWEN2).values())

@@ -68,6 +68,23 @@ def test_data_parallel_compute_and_traffic() -> None:
         assert result["arithmetic"] == 6 * active_params(DENSE) * TOKENS / 4 / 1e6
 
 
+def test_offloaded_update_takes_the_slower_of_transfer_and_host() -> None:
+    weights = 2 * 128 * 64 + 4 * (64 * (64 + 64) + 128 + 64 * 64 + 3 * 64 * 96 + 2 * 64) + 64
+
+    def host_seconds(machine: GPUSpec) -> float:
+        tree = {"parallel": {"world_size": 4, "tp": 1}, "actor_optimizer": {"offload_fraction": 0.5}}
+        return StepTime(DENSE, TOKENS, 0, machine).seconds(from_dict(tree))["host"]
+
+    # A quarter of the elements is a rank's shard, and half of that on the host. Gradients are 4 bytes; AdamW reads 16
+    # and writes 12, and casting to bf16 reads 4 and writes 2.
+    assert host_seconds(replace(MACHINE, pcie_bandwidth=1e3, host_bandwidth=inf)) == pytest.approx(
+        weights / 8 * 4 / 1e3
+    )
+    slow_host = replace(MACHINE, pcie_bandwidth=1e3, host_bandwidth=2e3)
+    assert host_seconds(slow_host) == pytest.approx(weights / 8 * 34 / 2e3)
+    assert "host" not in seconds(DENSE, machine=slow_host, world_size=4)
+
+
 def test_tensor_parallel_traffic() -> None:
     # Of 250 tokens on each pair of ranks, four layers gather and scatter twice, forward and backward, and gather twice
     # more for weight gradients: half of [250, 64] in bf16 each time.

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.parallel.host_copy import MIN_PIECE_BYTES, HostCopy, storage_bytes, tensor_bytes
+from megarl.parallel.host_copy import MIN_PIECE_BYTES, HostCopy, allocate_pinned, storage_bytes, tensor_bytes
 
 
 def torch_allocation(size: int) -> int:
@@ -55,3 +55,20 @@ def test_exchange_twice_restores_both_sides(sizes: list[int]) -> None:
     assert all(torch.equal(item, other) for item, other in zip(tensors, received, strict=True))
     copy.exchange(tensors)
     assert all(torch.equal(item, local_tensor) for item, local_tensor in zip(tensors, local, strict=True))
+
+
+@given(st.lists(st.integers(0, 1 << 40) | st.integers(0, 1 << 29), max_size=9))
+def test_pinned_allocations_are_more_than_half_full(sizes: list[int]) -> None:
+    with torch.device("meta"):
+        tensors = allocate_pinned([torch.Size([size]) for size in sizes])
+    assert [len(item) for item in tensors] == sizes
+    storages = {item.untyped_storage()._cdata: item.untyped_storage().nbytes() for item in tensors if len(item)}
+    assert sum(map(torch_allocation, storages.values())) == sum(storages.values()) < 8 * max(1, sum(sizes))
+
+
+@given(st.lists(st.integers(0, 300), max_size=9))
+def test_pinned_tensors_do_not_overlap(sizes: list[int]) -> None:
+    tensors = allocate_pinned([torch.Size([size // 3, 3]) for size in sizes])
+    for number, item in enumerate(tensors):
+        item.fill_(number)
+    assert all((item == number).all() for number, item in enumerate(tensors))

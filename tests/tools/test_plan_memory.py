@@ -120,8 +120,11 @@ def test_agrees_with_the_dry_run(tool: Tool) -> None:
         "tp=32,ep=32",
         "--recompute",
         "full",
+        "--offload-fraction",
+        "0.25",
     )
     (row,) = result["layouts"]
+    assert row["modelled_seconds"]["host"] > 0
     assert row["megatron"]["num_layers_in_first_pipeline_stage"] == 3
     layout = row["layout"]
     tree = {
@@ -129,6 +132,8 @@ def test_agrees_with_the_dry_run(tool: Tool) -> None:
         "model": {"hf_config": str(ROOT / "configs/models/deepseek_v3.json"), "megatron": row["megatron"]},
         "parallel": {"world_size": layout.pop("world"), **layout},
         "rollout": {**row["rollout"], "max_context": 16384, "sglang": {"max_total_tokens": 131072}},
+        "actor_optimizer": {"offload_fraction": 0.25},
+        "critic": {"optimizer": {"offload_fraction": 0.25}},
         "train": {"max_tokens_per_gpu": 16384},
         "data": {"train": "nowhere.jsonl"},
         "reward": {"functions": ["megarl.rewards.gsm8k:gsm8k"]},
@@ -202,6 +207,7 @@ def test_reports_that_nothing_fits(tool: Tool) -> None:
         (["--gpus", "16", "--rollout", "tp=3"], "rollout.tp=3 does not divide parallel.world_size=16"),
         ([], "--gpus is not given"),
         (["--gpus", "8", "--tokens", "0"], "--tokens: must be from 1 to"),
+        (["--gpus", "8", "--offload-fraction", "2"], "actor_optimizer.offload_fraction must be"),
         (["--measure"], "--measure would build"),
         (["--measure", "--layout", "world=1", "world=2"], "--measure builds one layout"),
         (["--measure", "--frozen", "reference=qwen3-30b-a3b"], "--measure builds trained models only; remove --frozen"),
@@ -231,14 +237,16 @@ def test_prints_complete_tables() -> None:
 
 
 @pytest.mark.nightly
-def test_predictions_match_built_models(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fraction, states", [("0", "optimizer"), ("1", "optimizer, offloaded")])
+def test_predictions_match_built_models(tmp_path: Path, fraction: str, states: str) -> None:
     """bf16 models built by Megatron on two ranks: actor and critic on the device, reference on the host."""
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     command = [sys.executable, str(TOOL), "--model", str(tmp_path), "--algorithm", "ppo", "--measure", "--json"]
+    command += ["--offload-fraction", fraction]
     process = subprocess.run([*command, "--layout", "world=2,tp=2,ep=2"], capture_output=True, text=True, timeout=300)
     assert process.returncode == 0, process.stderr[-3000:]
     result = json.loads(process.stdout)
-    parts = [f"{role} {part}" for role in ("actor", "critic") for part in ("weights", "gradients", "optimizer")]
+    parts = [f"{role} {part}" for role in ("actor", "critic") for part in ("weights", "gradients", states)]
     assert {(row["rank"], row["part"]) for row in result["rows"]} == {
         (rank, part) for rank in (0, 1) for part in (*parts, "reference weights")
     }

@@ -135,12 +135,12 @@ def main() -> dict[str, Any]:
 def roll_back_fresh_optimizer() -> list[bool]:
     """Roll back the first two steps of an optimizer that creates its moments lazily, like Transformer Engine's and
     Apex's. Return, for each step, whether it rolled back and whether the state is the initial one."""
-    from megarl.megatron.optimizer import _torch_optimizers
+    from megarl.megatron.optimizer import _inner_optimizers
 
     actor = make_actor()
     before = copy_state(actor)
-    for torch_optimizer in _torch_optimizers(actor.model.optimizer) if actor.model is not None else ():
-        torch_optimizer.state.clear()
+    for inner in _inner_optimizers(actor.model.optimizer) if actor.model is not None else ():
+        inner.state.clear()
     outcomes = []
     for number in (1, 2):
         rows = step(actor, number, lr_factor=3000.0)
