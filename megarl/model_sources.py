@@ -13,7 +13,7 @@ import yaml
 from megarl.checkpoint import manifest
 from megarl.checkpoint.manifest import resolve_checkpoint
 from megarl.checkpoint.to_hf import convert
-from megarl.config import Config, ConfigError, RolloutConfig, load_config, plain_yaml
+from megarl.config import AUTO_OVERRIDE, Config, ConfigError, RolloutConfig, load_config, plain_yaml
 from megarl.config.paths import find_model_folder
 from megarl.controllers.controller import load_requirements
 from megarl.dry_run.model_folders import folder_config
@@ -163,6 +163,8 @@ def build_config(
         tree.pop("roles", None)
     for name, section in settings.items():
         tree[name] = {**tree.get(name, {}), **section}
+    if AUTO_OVERRIDE in overrides or "parallel.auto" in keys:  # the engine's size is chosen for this machine
+        tree["rollout"] = {name: value for name, value in tree.get("rollout", {}).items() if name not in ("tp", "ep")}
     tree["algorithm"], tree["model"] = "generate", {**tree.get("model", {}), "path": target.model}
     if target.settings is None:
         defaults, positions = RolloutConfig(), load_hf_config(Path(target.model)).get("max_position_embeddings")

@@ -221,10 +221,10 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Confi
         if section:
             example_keys.setdefault(section, key)
     tree = _read_auto(tree)
-    if AUTO_OVERRIDE in overrides:
-        kept = ("world_size", "ranks_per_node", "gpu_gb")
-        tree["parallel"] = {name: tree["parallel"][name] for name in kept if name in (tree.get("parallel") or {})}
-        tree["parallel"]["auto"] = True
+    layout = tree.get("parallel") or {}
+    if overrides.count(AUTO_OVERRIDE) == 1 and isinstance(layout, dict):  # `build_dataclass` rejects other types
+        kept = {name: layout[name] for name in ("world_size", "ranks_per_node", "gpu_gb") if name in layout}
+        tree["parallel"] = {**kept, "auto": True}
         overrides = [text for text in overrides if text != AUTO_OVERRIDE]
     config = from_dict(plain_yaml.apply_overrides(tree, overrides, example_keys))
     return replace(

@@ -6,7 +6,6 @@ the latter before (`flow.py`), so all of them choose the same, and so does a run
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -28,7 +27,9 @@ from megarl.dry_run.suggest_layout import (
     select_best,
 )
 from megarl.engine.engine_backends import engine_backend
+from megarl.models import megatron_fields
 from megarl.models.memory import StageMemory
+from megarl.models.registry import family_of
 from megarl.models.step_time import GPUSpec, StepTime
 from megarl.parallel import device, rendezvous
 from megarl.parallel.placement import check_placement
@@ -37,6 +38,7 @@ from megarl.types.requirements import Requirements
 from megarl.workers.worker_registry import RegisteredWorker, check_roles, is_builtin, worker_options
 
 MAX_WORLD_FACTOR = 64  # of the number of ranks, up to which an error looks for one that fits
+_STAGE_KEYS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 _REMEDIES = {
     "training": "lower train.max_tokens_per_gpu",
     "generation": "lower rollout.concurrency or set rollout.sglang.max_total_tokens, which bound the KV cache, or set "
@@ -63,20 +65,34 @@ class LayoutChoice:
         return rows
 
 
-def with_job_size(config: Config, num_nodes: int = 1) -> Config:
+def with_job_size(config: Config, num_nodes: int | None = None) -> Config:
     """Return the configuration with the `parallel.world_size` and `ranks_per_node` that `parallel.auto` leaves open.
 
-    They are those of the job that this process is a rank of. Without one they are the GPUs of this machine, as often as
-    there are nodes, or without a GPU one rank a node.
+    They are those of the job that this process is a rank of. Otherwise there is a rank for each GPU of this machine, or
+    one without a GPU, on each of `num_nodes` nodes; a size that is set counts instead.
+
+    num_nodes: given by a process that starts ranks, whatever job its environment describes; None for any other.
     """
-    parallel, env = config.parallel, rendezvous.read_launch_env()
-    sizes: dict[str, Any] = {}
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 0) if env.is_launched else max(1, device.count())
-    if "world_size" in parallel.auto:
-        sizes["world_size"] = env.world if env.is_launched else num_nodes * ranks
-    if "ranks_per_node" in parallel.auto and ranks and (env.is_launched or "world_size" in parallel.auto):
-        sizes["ranks_per_node"] = ranks
-    auto = tuple(key for key in parallel.auto if key not in ("world_size", "ranks_per_node"))
+    parallel, sizes = config.parallel, dict[str, Any]()
+    is_open = {name: name in parallel.auto for name in ("world_size", "ranks_per_node")}
+    if not any(is_open.values()):
+        return config
+    env = rendezvous.read_launch_env() if num_nodes is None else rendezvous.LaunchEnv(0, 1, False)
+    if env.is_launched:
+        sizes = {"world_size": env.world, "ranks_per_node": env.local_world or parallel.ranks_per_node}
+    else:
+        nodes = num_nodes or 1
+        if not is_open["ranks_per_node"]:
+            ranks = parallel.ranks_per_node
+        elif is_open["world_size"]:
+            ranks = max(1, device.count())
+        elif num_nodes and parallel.world_size % num_nodes == 0:
+            ranks = parallel.world_size // num_nodes
+        else:  # a job for other machines than this one
+            ranks = parallel.ranks_per_node
+        sizes = {"world_size": nodes * ranks, "ranks_per_node": ranks}
+    sizes = {name: size for name, size in sizes.items() if is_open[name]}
+    auto = tuple(key for key in parallel.auto if key not in is_open)
     return replace(config, parallel=replace(parallel, **sizes, auto=auto))
 
 
@@ -98,6 +114,7 @@ def choose_layout(
     if declared.has_rollout:
         engine_backend(config)  # raises for an unknown engine
     models = _read_models(config, declared, registered, dry_run)
+    _check_sections(models, config)
     size = (config.parallel.gpu_gb or 0) * 1e9 or gpu_bytes or rank_memory_bytes(config)
     base = _with_open_keys(largest_config(config) if config.stages else config)
     ones: dict[str, Any] = dict.fromkeys(SIZES, 1)
@@ -106,7 +123,11 @@ def choose_layout(
     fitting, closest = search.run(exhaustive=False)
     if not fitting:
         raise _nothing_fits(search, closest)
-    chosen = _select_syncable(models, list(fitting))
+    try:
+        chosen = _select_syncable(models, fitting)
+    except ConfigError:  # of the fastest; slower ones may do
+        fitting = search.run().fitting
+        chosen = _select_syncable(models, fitting)
     others = [plan for plan in fitting if plan.config.parallel != chosen.config.parallel]
     chosen_config = replace(
         config,
@@ -115,6 +136,16 @@ def choose_layout(
         model=replace(config.model, megatron=chosen.config.model.megatron),
     )
     return LayoutChoice(chosen_config, chosen, select_best(others) if others else None, size)
+
+
+def _check_sections(models: JobModels, config: Config) -> None:
+    """Raise ConfigError for settings of other packages that plans cannot read."""
+    family = family_of(models.hf)
+    is_latent = bool(family.megatron_config(models.hf).get("multi_latent_attention"))
+    megatron_fields.check_ddp(config.train.ddp)
+    megatron_fields.check(config.model.megatron, is_latent, family.extras(models.hf))
+    if models.declared.has_engines(config):
+        engine_backend(config).check(models.hf, config)
 
 
 def _read_models(
@@ -131,13 +162,16 @@ def _read_models(
 
 
 def _with_open_keys(config: Config) -> Config:
-    """Return the configuration with the keys in `parallel.auto` at 1, or unset."""
+    """Return the configuration with the keys in `parallel.auto` at their smallest, or unset; and without a division of
+    the layers that was meant for another `pp`."""
     auto, model = config.parallel.auto, config.model
     sizes: dict[str, Any] = {name: 1 for name in SIZES if name in auto}
-    engine: dict[str, Any] = {name: 1 for name in ("tp", "ep") if f"rollout.{name}" in auto}
-    if "recompute" in auto:
-        settings = {name: value for name, value in model.megatron.items() if not name.startswith("recompute_")}
-        model = replace(model, megatron=settings)
+    engine: dict[str, Any] = {"ep": 1} if "rollout.ep" in auto else {}
+    if "rollout.tp" in auto:
+        engine["tp"] = engine.get("ep", config.rollout.ep)
+    dropped = [*(["recompute_"] if "recompute" in auto else []), *(_STAGE_KEYS if "pp" in auto else [])]
+    settings = {name: value for name, value in model.megatron.items() if not name.startswith(tuple(dropped))}
+    model = replace(model, megatron=settings)
     parallel = replace(config.parallel, auto=(), **sizes)
     return replace(config, parallel=parallel, rollout=replace(config.rollout, **engine), model=model)
 
@@ -153,7 +187,8 @@ def _step_time(models: JobModels, config: Config) -> StepTime:
 
 
 def _select_syncable(models: JobModels, plans: list[LayoutPlan]) -> LayoutPlan:
-    """Select the best layout whose weights can be synced with the engines. Raises ConfigError if there is none."""
+    """Select the best layout whose weights can be synced with the engines, and remove better ones from `plans`. Raises
+    ConfigError if there is none."""
     while True:
         best = select_best(plans)
         try:

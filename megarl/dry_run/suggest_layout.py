@@ -117,11 +117,8 @@ class Search:
         exhaustive: find all layouts that fit; otherwise those that `select_best` would compare, in a tenth of the time.
         Raises ConfigError if no layout divides, or if sizes that are not to be chosen do not.
         """
-        if "rollout.tp" in self.auto:
-            one = replace(self.config, rollout=replace(self.config.rollout, tp=1, ep=1))
-            checks.check_nodes(one, self.models.declared)
-        else:  # `rollout.ep` is 1, or set as well
-            checks.check_nodes(self.config, self.models.declared)
+        checks.check_nodes(self.config, self.models.declared)
+        if "rollout.tp" not in self.auto:  # `rollout.ep` is 1, or set as well
             self.models.check_engines(self.config, raise_failure)
         plans: list[LayoutPlan] = []
         fitting: list[LayoutPlan] = []
@@ -191,7 +188,8 @@ class Search:
 
     def _seconds(self, config: Config) -> dict[str, float]:
         declared = self.models.declared
-        return self.time.seconds(role_config(config, declared.main_role)) if declared.trained_roles else {}
+        optimizer = config.critic.optimizer if declared.has_scalar_head else config.actor_optimizer
+        return self.time.seconds(role_config(config, declared.main_role), optimizer) if declared.trained_roles else {}
 
     def _plan_layouts(self, etp: int, exhaustive: bool, errors: list[ConfigError]) -> list[LayoutPlan]:
         """Plan the layouts that divide, the fastest first, as they would be without recomputation. Append to `errors`

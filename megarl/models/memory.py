@@ -171,7 +171,7 @@ def plan_memory(
     hf_by_role = {"actor": hf, "reward_model": hf, "critic": critic_hf}
     hf_by_role |= {role.replace("rollout_", "actor_"): model for role, model in other_models.items()}
     trained = {
-        role: _trained_stages(model, role_config(config, role), role, tokens)
+        role: _trained_stages(model, config, role, tokens)
         for role in (() if lead in inference or is_lead_engine else (lead, "critic", *other_trained))
         if role in local_roles and (model := hf_by_role.get(role)) is not None
     }
@@ -303,14 +303,16 @@ def _stage_by_rank(members: tuple[int, ...], count: int, world: int) -> NDArray[
     return stages
 
 
-def _trained_stages(hf: HFConfig, config: Config, role: str, tokens: int) -> list[TrainedStage]:
+def _trained_stages(hf: HFConfig, job_config: Config, role: str, tokens: int) -> list[TrainedStage]:
     """Return the memory of a trained model by pipeline stage. tokens: of a micro-batch on a rank."""
-    parallel, size, is_actor = config.parallel, DTYPE_BYTES[config.model.dtype], split_role(role)[0] == "actor"
+    config, policy = role_config(job_config, role), policy_config(job_config, role)
+    is_actor = split_role(role)[0] == "actor"
+    fraction = (policy.actor_optimizer if is_actor else policy.critic.optimizer).offload_fraction
+    parallel, size = config.parallel, DTYPE_BYTES[config.model.dtype]
     settings, layers = _settings_and_layers(hf, config)
     dp = parallel.world_size // (parallel.tp * parallel.pp)  # including cp: optimizer states are sharded over both
     expert_dp = max(1, parallel.world_size // (parallel.pp * parallel.ep * parallel.etp))
     mtp = num_trained_mtp(hf, config) if is_actor else 0
-    fraction = (config.actor_optimizer if is_actor else config.critic.optimizer).offload_fraction
     replays, indices = (is_actor and key for key in (config.train.routing_replay, config.train.sparse_index_replay))
     stages = []
     indexer, frozen_tower = is_actor and config.train.indexer_loss_coef > 0, config.model.freeze_vision_tower

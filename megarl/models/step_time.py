@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
-from megarl.config import Config
+from megarl.config import Config, OptimizerConfig
 from megarl.models.activation_memory import DTYPE_BYTES, is_moe
 from megarl.models.family import HFConfig
 from megarl.models.flops import active_expert_params, active_params, quadratic_cost
@@ -58,7 +58,7 @@ class StepTime:
         self.forward_flops = 2 * active_params(hf) * (1 + quadratic_cost(hf) * length)  # per token, forward pass
         self.expert_flops = 2 * active_expert_params(hf)  # of these, in experts
 
-    def seconds(self, config: Config) -> dict[str, float]:
+    def seconds(self, config: Config, optimizer: OptimizerConfig | None = None) -> dict[str, float]:
         """Return the seconds of the busiest rank by activity.
 
         `arithmetic` (matrix products), their `recomputation`, `memory` (all other operations), `launches`,
@@ -120,7 +120,8 @@ class StepTime:
 
         elements = stage_elements(self.hf, parallel, stages)
         seconds["data"] = max(sync(stage.dense, tp) + sync(stage.expert, span) for stage in elements)
-        fraction, ranks = config.actor_optimizer.offload_fraction, parallel.world_size // pp
+        fraction = (optimizer or config.actor_optimizer).offload_fraction
+        ranks = parallel.world_size // pp
         offloaded = fraction * max(stage.dense * tp / ranks + stage.expert * span / ranks for stage in elements)
         # AdamW reads gradient, master and two moments, and writes all but the gradient. Weights are cast on the host.
         host_bytes = 28 + (4 + size if size < 4 else 0)

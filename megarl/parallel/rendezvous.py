@@ -108,10 +108,13 @@ class LaunchEnv(NamedTuple):
     rank: int
     world: int
     is_launched: bool
+    local_world: int = 0
+    """Ranks of this machine; 0 if the launcher does not say."""
 
 
 def read_launch_env() -> LaunchEnv:
-    """Read RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Raises ConfigError if they are inconsistent."""
+    """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Raises ConfigError if they are
+    inconsistent."""
     launched = "RANK" in os.environ
     if not launched and "WORLD_SIZE" not in os.environ:
         return LaunchEnv(0, 1, False)
@@ -128,7 +131,7 @@ def read_launch_env() -> LaunchEnv:
     _read_int("LOCAL_RANK", remedy)
     if not 0 < _read_int("MASTER_PORT", remedy, default="29500") < 2**16:
         raise ConfigError(f"MASTER_PORT={os.environ['MASTER_PORT']} is not a port: {remedy}")
-    return LaunchEnv(rank, world, True)
+    return LaunchEnv(rank, world, True, _read_int("LOCAL_WORLD_SIZE", remedy))
 
 
 def _read_int(name: str, remedy: str, minimum: int = 0, default: str = "") -> int:

@@ -112,7 +112,30 @@ def test_engines_are_the_smallest_that_fit(choose: Choose) -> None:
     config = chosen(choose(*memory))
     assert (config.rollout.tp, config.rollout.ep, sizes(config)) == (2, 2, {})
     assert chosen(choose(*memory, "rollout.ep=1")).rollout.ep == 1
+    with_experts = chosen(choose("parallel.gpu_gb=80", "rollout.ep=2")).rollout
+    assert (with_experts.tp, with_experts.ep) == (2, 2)
+    freed = chosen(choose("parallel.gpu_gb=80", "parallel.auto=[rollout.tp]", "rollout.tp=4", "rollout.ep=2"))
+    assert (freed.rollout.tp, freed.rollout.ep) == (2, 2)
     assert choose(*memory, "rollout.tp=1").errors[0].startswith("parallel.auto: no layout of 4 ranks with 0.002 GB")
+
+
+def test_drops_the_stages_of_another_pp(choose: Choose) -> None:
+    first = "model.megatron.num_layers_in_first_pipeline_stage=3"
+    assert chosen(choose("parallel.gpu_gb=80", first)).model.megatron == {}
+    stages = ("parallel.pp=2", first, "model.megatron.num_layers_in_last_pipeline_stage=1")
+    assert chosen(choose("parallel.gpu_gb=80", *stages)).model.megatron["num_layers_in_first_pipeline_stage"] == 3
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.megatron.num_layers_in_first_pipeline_stage=six", "num_layers_in_first_pipeline_stage"),
+        ("rollout.sglang.max_total_tokens=abc", "rollout.sglang.max_total_tokens"),
+    ],
+)
+def test_settings_that_plans_cannot_read_are_refused(choose: Choose, override: str, message: str) -> None:
+    (error,) = choose("parallel.gpu_gb=80", override).errors
+    assert message in error
 
 
 @pytest.mark.parametrize(
@@ -219,7 +242,7 @@ def test_size_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "count", lambda: 0)
     config = from_dict({"parallel": "auto"})
 
-    def size(config: Config, nodes: int = 1) -> tuple[int, int]:
+    def size(config: Config, nodes: int | None = None) -> tuple[int, int]:
         parallel = auto_layout.with_job_size(config, nodes).parallel
         assert not {"world_size", "ranks_per_node"} & set(parallel.auto)
         return parallel.world_size, parallel.ranks_per_node
@@ -228,10 +251,13 @@ def test_size_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "count", lambda: 4)
     assert size(config) == (4, 4) and size(config, 2) == (8, 4)
     assert size(from_dict({"parallel": {"auto": True, "world_size": 16}})) == (16, 8)
+    assert size(from_dict({"parallel": {"auto": True, "world_size": 12}}), 3) == (12, 4)
+    assert size(from_dict({"parallel": {"auto": True, "ranks_per_node": 2}}), 3) == (6, 2)
     for name, value in {"RANK": "3", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "localhost"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_PORT", "29500")
     assert size(config) == (16, 8)
+    assert size(config, 3) == (12, 4)  # a process that starts ranks ignores it
     assert size(from_dict({"parallel": {"auto": True, "world_size": 4}})) == (4, 8)  # `ranks.join` refuses it
     assert auto_layout.with_job_size(Config()).parallel == ParallelConfig()
 

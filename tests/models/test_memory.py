@@ -405,6 +405,15 @@ def test_offloaded_states_are_on_the_host(dtype: str, master: int) -> None:
         assert critic.states["actor optimizer"] == none.states["actor optimizer"]
 
 
+def test_each_policy_has_its_own_share_on_the_host() -> None:
+    roles = {"actor_b": {"optimizer": {"offload_fraction": 1.0}}}
+    controller = "megarl.controllers.policies:PPOAndReMaxController"
+    config = make_config(algorithm=controller, roles=roles)
+    (stage,) = plan_memory(QWEN2, config, load_requirements(config), QWEN2, other_models={"rollout_b": QWEN2})
+    assert stage.states["actor b optimizer"] < stage.states["actor optimizer"]
+    assert "actor optimizer, offloaded" not in stage.host and stage.host["actor b optimizer, offloaded"] > 0
+
+
 def test_async_save_keeps_a_copy_on_host() -> None:
     """The copy has weights and three fp32 numbers per element, one of which is the weight in an fp32 model."""
     count = sum(param_count(QWEN2).values())
