@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megarl.config import ConfigError
-from megarl.engine import weight_loader
+from megarl.engine.sglang import sglang_loader
 from megarl.environments.catalog import EnvironmentCatalog
 from megarl.models.registry import family_of
 from megarl.observe.clock import Clock
@@ -72,7 +72,7 @@ class FakeRolloutWorker(RolloutWorker):
         self.calls.append(" ".join([path.partition("?")[0], *((body or {}).get("new_version", ""))]))
         if path == "/update_weights_from_tensor":
             (payload,) = (body or {})["serialized_named_tensors"]
-            weight_loader.load(self.model, pickle.loads(base64.b64decode(payload)))
+            sglang_loader.load(self.model, pickle.loads(base64.b64decode(payload)))
 
 
 def check_weights(config: Any, hf: dict[str, Any], ranks: Ranks) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -31,15 +32,21 @@ def truncating_engine(host: str, tmp_path_factory: pytest.TempPathFactory) -> It
 def generate(running: RunningEngine, *requests: dict[str, Any], stop_engine: bool = False) -> list[Generation]:
     async def run() -> list[Generation]:
         async with SGLangClient(running.engine.url, running.engine.api_key, 300.0) as client:
-            sampling_params = [
-                asyncio.create_task(client.generate(prompt, {"max_new_tokens": TOKENS, "ignore_eos": True} | settings))
-                for settings in requests
-                for prompt in PROMPTS
+            begun = [asyncio.Event() for _ in requests for _ in PROMPTS]
+            tasks = [
+                asyncio.create_task(
+                    client.generate(
+                        prompt,
+                        {"max_new_tokens": TOKENS, "ignore_eos": True} | settings,
+                        on_tokens=(lambda ids, event=event: event.set()) if stop_engine else None,  # type: ignore[misc]
+                    )
+                )
+                for event, (settings, prompt) in zip(begun, product(requests, PROMPTS), strict=True)
             ]
-            if stop_engine:  # after a shorter, later request has finished
-                await client.generate(PROMPTS[0], {"max_new_tokens": 4, "ignore_eos": True})
+            if stop_engine:  # when each request has tokens
+                await asyncio.gather(*(event.wait() for event in begun))
                 await client.stop()
-            return list(await asyncio.gather(*sampling_params))
+            return list(await asyncio.gather(*tasks))
 
     return asyncio.run(run())
 
