@@ -17,6 +17,7 @@ OVERRIDES = [
     *(f"run.num_rollout={TOTAL_STEPS}", "run.save_every=0", "algorithm=every_algorithm:EveryAlgorithm"),
     # At the quickstart's rate the policy would be nearly deterministic after 20 steps, and samples equal.
     *("actor_optimizer.lr=2e-5", "kl.apply_to=reward"),
+    "train.routing_replay=true",  # without it, a tie of two experts changes the log-probs of a whole rollout
 ]
 
 
