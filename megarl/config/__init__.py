@@ -223,8 +223,8 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Confi
     tree = _read_auto(tree)
     layout = tree.get("parallel") or {}
     if overrides.count(AUTO_OVERRIDE) == 1 and isinstance(layout, dict):  # `build_dataclass` rejects other types
-        kept = {name: layout[name] for name in ("world_size", "ranks_per_node", "gpu_gb") if name in layout}
-        tree["parallel"] = {**kept, "auto": True}
+        job_size = {name: layout[name] for name in ("world_size", "ranks_per_node", "gpu_gb") if name in layout}
+        tree["parallel"] = {**job_size, "auto": True}
         overrides = [text for text in overrides if text != AUTO_OVERRIDE]
     config = from_dict(plain_yaml.apply_overrides(tree, overrides, example_keys))
     return replace(

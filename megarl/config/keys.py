@@ -150,10 +150,10 @@ class ParallelConfig:
     etp: Ranks = 1
     """Tensor parallel size of the experts, which are not split by default."""
     auto: tuple[AutoKey, ...] = ()
-    """What the program chooses: the layout that fits and is the fastest by its model. `parallel: auto` leaves all of it
-    to the program, and `{auto: true, pp: 1}` what nothing sets; a list, such as [tp, ep], leaves these keys alone to
-    it. recompute stands for the `recompute_` keys of `model.megatron`. `parallel=auto` on a command line replaces the
-    sizes in this section of the file. Roles with a layout of their own keep it. `docs/tuning.md` states the rule."""
+    """Keys that the program chooses: those of the layout that fits and is the fastest by its model. `parallel: auto`
+    leaves all of them to the program, `{auto: true, pp: 1}` all that are not set, and a list, such as [tp, ep], these
+    alone. recompute stands for the `recompute_` keys of `model.megatron`. `parallel=auto` on a command line replaces
+    the sizes in this section of the file. Roles with their own layout keep it. `docs/tuning.md` states the rule."""
     gpu_gb: Annotated[float, Range(above=0, most=1_000_000)] | None = None
     """GB (1e9 bytes) of a GPU for which `parallel.auto` plans; null asks the GPUs of the run, or without any divides
     the host's memory by the ranks of a node."""

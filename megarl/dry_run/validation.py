@@ -167,7 +167,7 @@ class Report:
     other_memory: Mapping[str, list[StageMemory]] = field(default_factory=dict)
     """The same for ranks with other roles, by label."""
     choice: LayoutChoice | None = None
-    """What `parallel.auto` left to the program."""
+    """Choice of the keys that `parallel.auto` leaves to the program."""
 
     @property
     def ok(self) -> bool:

@@ -1,4 +1,4 @@
-"""What every kind of engine has: protocols, results and errors. `engine_backends.py` chooses the kind."""
+"""Protocols, results and errors of all kinds of engines. `engine_backends.py` chooses the kind."""
 
 from __future__ import annotations
 

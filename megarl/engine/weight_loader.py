@@ -154,7 +154,7 @@ class WeightChannel:
 
 
 class LoaderHooks(NamedTuple):
-    """What differs between kinds of engines.
+    """Functions that differ between kinds of engines.
 
     finish: recomputes what the model derives from its weights. find_oddities: lists the layers that say that their
     weights are not where the layout tables expect them, one line each.

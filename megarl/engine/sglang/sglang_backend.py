@@ -20,6 +20,7 @@ class SGLangBackend:
     """`rollout.engine: sglang`, the default."""
 
     title = "SGLang"
+    make_engine = staticmethod(SGLangEngine)
 
     def check(self, hf: HFConfig, config: Config) -> None:
         rollout, sglang = config.rollout, config.rollout.sglang
@@ -74,31 +75,6 @@ class SGLangBackend:
 
     def start_host(self, config: Config, threads: int = 0) -> HostProcess:
         return start_host(config, threads)
-
-    def make_engine(
-        self,
-        config: Config,
-        index: int = 0,
-        *,
-        label: str = "engine",
-        keeps_weights: bool = False,
-        threads: int = 0,
-        first_device: int = 0,
-        nnodes: int = 1,
-        node_rank: int = 0,
-        dist_init_addr: str = "",
-    ) -> SGLangEngine:
-        return SGLangEngine(
-            config,
-            index,
-            label=label,
-            keeps_weights=keeps_weights,
-            threads=threads,
-            first_device=first_device,
-            nnodes=nnodes,
-            node_rank=node_rank,
-            dist_init_addr=dist_init_addr,
-        )
 
     def pack_payload(self, tensors: NamedTensors) -> str:
         return base64.b64encode(platform().pack(tensors)).decode()
