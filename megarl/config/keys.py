@@ -388,6 +388,14 @@ class RolloutConfig:
     same bits. Pays where the network is slow and most weights keep their bits: BF16 with a small learning rate. Each
     rank keeps a copy of the shards that it sends in host memory, and engines that sleep keep their weights there. The
     first sync, and the first after the restart of an engine, send everything."""
+    num_redundant_experts: Annotated[int, Range(0, 4096)] = 0
+    """Redundant experts of each MoE layer of an engine: copies of the most loaded experts, which share their tokens
+    (EPLB, arXiv:2412.19437 section 3.4). `rollout.ep` must divide the experts with the copies. Needs
+    `rollout.rebalance_experts_every`."""
+    rebalance_experts_every: Annotated[int, Range(0, 1_000_000)] = 0
+    """Every N-th step, the weight sync places an engine's experts on its expert parallel ranks so that the tokens that
+    they got since the last time are balanced (EPLB); 0 leaves them in place. The tokens are counted in the records of
+    `train.routing_replay`. A sync that moves experts is verified in full."""
     replay: PathStr = ""
     """Run folder whose recorded rollouts are used instead of generating: for training without engines, debugging and
     exact repeats. Each generation of a step gets the rollouts of the same generation of the recorded step, however they

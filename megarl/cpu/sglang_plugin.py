@@ -174,8 +174,10 @@ def seal_pickles() -> None:
 def _patch_stacked_experts() -> None:
     """Complete how gpt-oss in bfloat16 loads its experts.
 
-    SGLang 0.5.23 would leave those of MXFP4 folders unset, and copies whole stacks under expert parallelism, too.
+    SGLang 0.5.23 would leave those of MXFP4 folders unset, and copies whole stacks under expert parallelism and for
+    redundant experts, too.
     """
+    from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
     from sglang.srt.models import gpt_oss
 
@@ -186,6 +188,9 @@ def _patch_stacked_experts() -> None:
     def load_local(
         self: Any, param: torch.Tensor, loaded_weight: torch.Tensor, weight_name: str, shard_id: str
     ) -> None:
+        table = get_global_expert_location_metadata()
+        if table is not None and len(loaded_weight) == table.num_logical_experts < table.num_physical_experts:
+            loaded_weight = loaded_weight[table.physical_to_logical_map_cpu[self.layer_id]]
         if self.moe_ep_size > 1 and len(loaded_weight) == self.moe_ep_size * len(param):
             loaded_weight = loaded_weight.chunk(self.moe_ep_size)[self.moe_ep_rank]
         load_stack(self, param, loaded_weight, weight_name, shard_id)

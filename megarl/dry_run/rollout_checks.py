@@ -78,6 +78,20 @@ def check_oversampling(config: Config, declared: Requirements, warnings: list[st
             )
 
 
+def check_expert_balance(config: Config, declared: Requirements) -> None:
+    """Check that `rollout.rebalance_experts_every` has a load to measure, and weight syncs that move experts."""
+    for role, rollout in rollout_settings(config, declared.roles).items():
+        if not rollout.rebalance_experts_every or rollout.replay:
+            continue
+        key = f"{engine_key(config, role, 'rebalance_experts_every')}={rollout.rebalance_experts_every}"
+        if not declared.trained_roles:
+            raise ConfigError(f"{key} with algorithm={declared.name}: no weight sync moves experts; set the first to 0")
+        if not config.train.routing_replay:
+            raise ConfigError(
+                f"{key} without train.routing_replay, whose records tell the load of the experts; set that to true"
+            )
+
+
 def check_enough_prompts(count: int, config: Config) -> None:
     """Check that there are enough prompts for none to be under way twice in a step."""
     data = config.data

@@ -254,6 +254,7 @@ def validate(
         is_reward_builtin = passes(check_reward, config, declared, worker_options(config, "reward", reward))
     is_layout_valid = is_layout_valid and passes(rollout_checks.check_asynchronous, config, declared, warnings)
     passes(rollout_checks.check_oversampling, config, declared, warnings)
+    passes(rollout_checks.check_expert_balance, config, declared)
     is_data_readable = passes(checks.check_data, config, declared, dry_run, warnings)
     is_layout_valid = is_layout_valid and passes(checks.check_schedule, config, declared)
     is_layout_valid = is_layout_valid and passes(checks.check_batch, config, declared, warnings)

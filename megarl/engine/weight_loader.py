@@ -18,7 +18,8 @@ hash.
 {"do": "session", "socket": path} -> {"orders": n}: serve further orders from a socket until the trainer hangs up, see
 `WeightChannel`. Each order names its "bucket" and says whether it is for the "draft" model.
 {"do": "join"} -> {}: this model, a draft model, takes part in the next session.
-{"do": "finish"} -> {}: the engine recomputes what it derives from weights.
+{"do": "finish", "experts": {layer: [experts]}} -> {}: the engine recomputes what it derives from weights and, if the
+order names experts, sends their tokens to these places from now on, see `EngineLayout.experts`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import json
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -153,15 +154,21 @@ class WeightChannel:
         self._folder.close()
 
 
+def _refuse_placement(experts: Mapping[int, Sequence[int]]) -> None:
+    raise ValueError("this kind of engine cannot move its experts")
+
+
 class LoaderHooks(NamedTuple):
     """Functions that differ between kinds of engines.
 
     finish: recomputes what the model derives from its weights. find_oddities: lists the layers that say that their
-    weights are not where the layout tables expect them, one line each.
+    weights are not where the layout tables expect them, one line each. place_experts(experts by layer): sends the
+    tokens of these layers' experts to the places that the weight sync has given them.
     """
 
     finish: Callable[[torch.nn.Module], None] = lambda model: None
     find_oddities: Callable[[torch.nn.Module], list[str]] = lambda model: []
+    place_experts: Callable[[Mapping[int, Sequence[int]]], None] = _refuse_placement
 
 
 NO_HOOKS = LoaderHooks()
@@ -273,6 +280,8 @@ def _run_order(
         case "finish":
             _TENSOR_CACHE.pop(model, None)
             hooks.finish(model)
+            if experts := order.get("experts"):
+                hooks.place_experts({int(layer): placement for layer, placement in experts.items()})
             return {}
     raise ValueError(f"unknown order {order['do']!r}")
 

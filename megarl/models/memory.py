@@ -279,7 +279,7 @@ def engine_parts(hf: HFConfig, rollout: RolloutConfig, size: int) -> dict[str, i
     cached = int(rollout.sglang.get("max_total_tokens") or rollout.concurrency * rollout.max_context)
     drafts = bool(rollout.num_speculative_tokens)
     parts = {
-        "engine weights": engine_bytes(hf, rollout.tp, size, drafts),
+        "engine weights": engine_bytes(hf, rollout.tp, size, drafts, rollout.num_redundant_experts),
         "engine KV cache": cached * kv_elements(hf, rollout.tp, drafts) * size,
     }
     if request_states := state_bytes_of_delta_nets(hf, rollout.tp, size):
@@ -493,7 +493,7 @@ def offloaded_bytes(elements: ElementCounts, dp: int, expert_dp: int, offloaded:
     return {OFFLOADED_STATES: 12 * count, "gradients, offloaded": 4 * count} if offloaded else {}
 
 
-def engine_bytes(hf: HFConfig, tp: int, size: int, drafts: bool = False) -> int:
+def engine_bytes(hf: HFConfig, tp: int, size: int, drafts: bool = False, copies: int = 0) -> int:
     """Return the bytes of weights on one rank of an SGLang engine.
 
     A rank has 1 / tp of the experts, whether these are distributed (EP) or sharded (TP).
@@ -501,7 +501,9 @@ def engine_bytes(hf: HFConfig, tp: int, size: int, drafts: bool = False) -> int:
     size: bytes per element. FP8 weights of an FP8 checkpoint take one byte, plus a scale per block; experts of an INT4
         checkpoint half a byte, plus a scale per group.
     drafts: include the multi-token prediction layers.
+    copies: redundant experts of each layer.
     """
+    experts = family_of(hf).num_experts(hf)
     total, fp8, has_int4_experts = float(family_of(hf).engine_only_elements(hf) * size), is_fp8(hf), int4.is_int4(hf)
     for param, count in unique_params(hf, drafts):
         if isinstance(param.sharding, Replicated) and param.expert is None:
@@ -515,6 +517,8 @@ def engine_bytes(hf: HFConfig, tp: int, size: int, drafts: bool = False) -> int:
             elements = head * (heads // tp + 2 * kv_heads // min(tp, kv_heads))
         else:
             elements = -(-param.size * count // tp)
+        if param.expert is not None:
+            elements += elements * copies // experts
         if has_int4_experts and int4.is_quantised(param):
             total += elements * (0.5 + 2 / int4.GROUP)
         else:

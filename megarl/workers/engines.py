@@ -7,7 +7,7 @@ also sleep while another policy trains on their ranks (`RolloutWorker.sleep`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TypeVar
 
@@ -212,6 +212,12 @@ class Engines:
         while not self._sync_once(actor):
             self._wait_restarts(actor)
             self.wake(_wake_weights)
+
+    def place_experts(self, experts: Mapping[int, tuple[int, ...]]) -> None:
+        """Place the experts so from the next weight sync on, in all engines, those started again included. Not
+        collective, but call it on all ranks."""
+        assert self.weight_sync is not None, "there is no actor to sync weights from"
+        self.weight_sync.place_experts(experts)
 
     def find_mismatches(self, actor: ActorWorker) -> list[str] | None:
         """Return the names of tensors that differ bitwise between an engine and the actor, the same on all ranks.

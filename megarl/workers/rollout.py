@@ -29,6 +29,7 @@ from megarl.workers.actor import ActorWorker
 from megarl.workers.async_rollout import PendingGeneration, RolloutStream
 from megarl.workers.context import Context, Worker
 from megarl.workers.engines import Engines, run_if_present
+from megarl.workers.expert_balance import ExpertBalance
 from megarl.workers.tool_stats import AgentMetrics, ToolMonitor
 
 
@@ -60,8 +61,12 @@ class RolloutWorker(Worker):
         self._is_closing = False
         self._runner: RolloutRunner | None = None
         self._lost_counts = {"rollout/lost_samples": 0, "rollout/regenerated_samples": 0}
+        self._expert_balance: ExpertBalance | None = None
+        """Where the engines' experts are, if weight syncs move them."""
         if self.config.rollout.replay:
             return
+        if self.config.rollout.rebalance_experts_every:
+            self._expert_balance = ExpertBalance(context.hf_config, self.config, row_exchange.WorldComm(), policy)
         lead_engine, num_engines = self.engines.lead_engine, len(self.engines.engine_ranks)
         if lead_engine is not None and self.engines.engine_restart is not None:
             replays = self.config.train.routing_replay
@@ -172,6 +177,8 @@ class RolloutWorker(Worker):
             self._agent_metrics.update()
             self._tool_monitor.update(self.step)
             self.generations.append(GenerateCall(rollouts, greedy))
+            if self._expert_balance is not None and not held_out:
+                self._expert_balance.count(rollouts.local)
             check_abort_limit(rollouts, config)
             return rollouts
 
@@ -359,6 +366,9 @@ class RolloutWorker(Worker):
             if self.config.rollout.replay:
                 return
             self._pause_generation()
+            if self._expert_balance is not None:
+                self._expert_balance.rebalance(self.step)
+                self.engines.place_experts(self._expert_balance.placements)
             self.engines.sync_weights(actor, self.version)
             self.should_check_logprobs = self.should_check_logprobs or self.engines.is_verified
             run_if_present(self._stream, lambda stream: stream.on_weight_sync(self.step))
@@ -428,16 +438,24 @@ class RolloutWorker(Worker):
             | self._agent_metrics.metrics
             | self._tool_monitor.metrics
             | self.engines.sync_metrics()
+            | ({} if self._expert_balance is None else self._expert_balance.metrics)
             | recovery_metrics
         )
 
     def save(self) -> Write:
-        """Save the groups in flight that a later step continues."""
-        return write_nothing if self.config.rollout.replay else self._stream.save()
+        """Save the groups in flight that a later step continues, and where the engines' experts are."""
+        if self.config.rollout.replay:
+            return write_nothing
+        writes = [self._stream.save()]
+        if self._expert_balance is not None:
+            writes.append(self._expert_balance.save())
+        return lambda folder: {path: entry for write in writes for path, entry in write(folder).items()}
 
     def restore(self, folder: Path) -> None:
         if not self.config.rollout.replay:
             self._stream.restore(folder)
+        if self._expert_balance is not None:
+            self._expert_balance.restore(folder)
 
     def close(self) -> None:
         self._is_closing = True

@@ -153,6 +153,17 @@ class WeightSync:
             self.sent_bytes, self.whole_bytes = (sum(column) for column in zip(*counts, strict=True))
         return is_complete
 
+    def place_experts(self, experts: Mapping[int, tuple[int, ...]]) -> None:
+        """Place the engines' experts so from the next weight sync on, see `EngineLayout.experts`. Call on all ranks.
+
+        The plan changes with the placement, and the next sync is verified in full.
+        """
+        layout = replace(self.plan.engine, experts=dict(experts))
+        if layout != self.plan.engine:
+            self.plan = build_plan(self.hf, self.config, layout, self.train_ranks, self.engine_ranks)
+            self.executor = None
+            self.verify_next()
+
     def _gather_engines(self) -> list[Any]:
         """Return weight version and start number of each rank's engine, if the rank leads one."""
         return self._gather(None if self.engine is None else (self.engine.weight_version, self.engine.start_number))
@@ -160,7 +171,9 @@ class WeightSync:
     def _send(self, local: Mapping[str, torch.Tensor], sender: WeightSender, version: int) -> None:
         self._run_executor(local, sender, version)
         for draft in self._draft_flags if self.engine_rank is not None else ():
-            sender.send_order({"do": "finish"}, draft)
+            layers = {} if draft else self.plan.engine.experts
+            decoder = {layer: layers[layer] for layer in layers if layer < int(self.hf["num_hidden_layers"])}
+            sender.send_order({"do": "finish"} | ({"experts": decoder} if decoder else {}), draft)
 
     def _run_executor(
         self, local: Mapping[str, torch.Tensor], sender: WeightSender, version: int, compare: bool = False

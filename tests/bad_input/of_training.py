@@ -222,6 +222,26 @@ CASES = [
         (*SFT, "train.routing_replay=true"),
     ),
     Case(
+        "experts placed without a record of their load",
+        ("rollout.rebalance_experts_every=1", "set that to true"),
+        ("rollout.rebalance_experts_every=1",),
+    ),
+    Case(
+        "experts placed in a model that has none",
+        ("rollout.rebalance_experts_every=1", "has no experts"),
+        ("rollout.rebalance_experts_every=1", "train.routing_replay=true"),
+    ),
+    Case(
+        "experts of engines that get no weights",
+        ("rollout.rebalance_experts_every=1", "no weight sync moves experts"),
+        ("rollout.rebalance_experts_every=1", "algorithm=generate"),
+    ),
+    Case(
+        "copies of experts without a placement",
+        ("rollout.num_redundant_experts=2", "also set rollout.rebalance_experts_every"),
+        ("rollout.num_redundant_experts=2",),
+    ),
+    Case(
         "index replay of a model without sparse attention",
         ("train.sparse_index_replay=true", "has no sparse attention; set it to false"),
         ("train.sparse_index_replay=true",),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from megarl.engine.engine_protocol import EngineError
 from megarl.engine.sglang.sglang_backend import SGLangBackend
 from megarl.engine.sglang.sglang_engine import SGLangEngine
 from megarl.engine.weight_sender import OrderBuffer, WeightSender
+from megarl.models.registry import family_of, load_hf_config
 from megarl.parallel import shared_memory
 from megarl.parallel.device import allocate_shared
 from megarl.reshard.plan.layout import EngineLayout
@@ -126,6 +128,45 @@ def test_families_on_two_ranks(
     with start_engine(host, model, tmp_path, **settings) as running:
         assert_matches_transformers(running.engine, running.model, 0)
         check_orders(running, layout, build(6), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("build", "copies"),
+    [
+        (tiny_models.qwen3_moe, 2),
+        (tiny_models.deepseek_v3, 2),
+        (tiny_models.qwen3_moe, 0),
+        pytest.param(tiny_models.deepseek_v2, 4, marks=pytest.mark.nightly),
+        pytest.param(tiny_models.kimi_k2, 2, marks=pytest.mark.nightly),
+        pytest.param(tiny_models.kimi_k25, 2, marks=pytest.mark.nightly),
+        pytest.param(tiny_models.gpt_oss, 2, marks=pytest.mark.nightly),
+        pytest.param(tiny_models.glm4_moe, 0, marks=pytest.mark.nightly),
+        pytest.param(tiny_models.qwen3_next, 2, marks=pytest.mark.nightly),
+        pytest.param(tiny_models.qwen3_5_moe, 2, marks=pytest.mark.nightly),
+        pytest.param(tiny_models.glm_moe_dsa, 2, marks=pytest.mark.nightly),
+        pytest.param(partial(tiny_models.of_family, "minimax_m2"), 2, marks=pytest.mark.nightly),
+        pytest.param(partial(tiny_models.of_family, "glm4_moe_lite"), 2, marks=pytest.mark.nightly),
+        pytest.param(partial(tiny_models.of_family, "ling2"), 0, marks=pytest.mark.nightly),
+    ],
+)
+def test_experts_and_copies_of_them_are_moved(
+    build: Callable[..., PreTrainedModel], copies: int, host: str, tmp_path: Path
+) -> None:
+    """The engine starts with the experts in order. Each update gives them other places, in every layer."""
+    model, rng = build(seed=0), random.Random(0)
+    settings: dict[str, Any] = {"num_redundant_experts": copies, "rebalance_experts_every": 1}
+    if not hasattr(transformers, type(model).__name__):
+        settings["sglang"] = {"trust_remote_code": True}
+    with start_engine(host, model, tmp_path, tp=2, ep=2, **settings) as running:
+        assert_matches_transformers(running.engine, running.model, 0)
+        hf = load_hf_config(running.folder)
+        experts = family_of(hf).num_experts(hf)
+        for seed in (6, 7):
+            slots = [*range(experts), *rng.choices(range(experts), k=copies)]
+            placement = {layer: tuple(rng.sample(slots, len(slots))) for layer in range(hf["num_hidden_layers"])}
+            layout = EngineLayout(2, ep=2, experts=placement)
+            overwrite_weights(running.engine, layout, tiny_models.save(build(seed=seed), tmp_path / str(seed)), seed)
+            assert_matches_transformers(running.engine, build(seed=seed), seed)
 
 
 def test_attention_dp_redundant_and_fused_shared_experts(host: str, tmp_path: Path) -> None:

@@ -206,6 +206,13 @@ def test_engine_bytes_by_hand() -> None:
     assert engine_bytes(quantised, 1, 2) == pytest.approx(2 * other_elements + matrices * (1 + 4 / 128**2), abs=1)
 
 
+def test_engine_bytes_of_redundant_experts() -> None:
+    experts = family_of(MOE).num_experts(MOE)
+    one = sum(param.size for param in family_of(MOE).params(MOE, 1) if param.expert == 0)
+    assert engine_bytes(MOE, 2, 2, copies=4) - engine_bytes(MOE, 2, 2) == 2 * 4 * one // 2
+    assert experts >= 4
+
+
 def test_kv_elements_by_hand() -> None:
     assert kv_elements(MOE, 1) == 2 * 4 * 2 * 32
     assert kv_elements(MOE, 2) == kv_elements(MOE, 4) == 2 * 4 * 1 * 32

@@ -14,6 +14,8 @@ from megarl.engine.sglang import server_args
 from megarl.engine.sglang.server_args import load_fields
 from megarl.models.family import HFConfig
 from megarl.models.int4 import is_int4
+from megarl.models.registry import family_of
+from megarl.reshard.plan.expert_placement import initial_placement
 from megarl.reshard.plan.layout import EngineLayout
 
 
@@ -105,8 +107,8 @@ TABLES: dict[str, dict[str, Verdict]] = {
 
 PLACEMENTS = {
     "init_expert_location": "experts must be at their index; trivial, the default, ensures that",
-    "ep_num_redundant_experts": "copies of experts, which EPLB moves while the engine runs",
-    "enable_eplb": "moves experts while the engine runs",
+    "ep_num_redundant_experts": "copies of experts, whose places MegaRL chooses (rollout.num_redundant_experts)",
+    "enable_eplb": "moves experts while the engine runs; weight syncs do so instead (rollout.rebalance_experts_every)",
     "elastic_ep_backend": "relocates experts when a rank fails",
     "moe_dp_size": "another grid of experts than rollout.ep and rollout.tp",
     "enable_waterfill": "has the shared expert among the routed ones, on whichever rank has least to do",
@@ -201,8 +203,8 @@ _ALLOWED: dict[str, Any] = {
 
 _REMEDIES = {
     "init_expert_location": "experts must be at their index; remove it",
-    "enable_eplb": "experts would move while the engine runs; remove it",
-    "ep_num_redundant_experts": "experts would move while the engine runs; remove it",
+    "enable_eplb": "experts would move while the engine runs; set rollout.rebalance_experts_every instead",
+    "ep_num_redundant_experts": "set rollout.num_redundant_experts instead",
     "pp_size": "weights can be synced only to engines without pipeline parallelism; remove it",
     "quantization": "weights cannot be synced to an engine that quantises them itself; use an FP8 checkpoint, "
     "whose config.json has quantization_config",
@@ -248,6 +250,66 @@ def choose_runner(settings: Mapping[str, Any], blackwell: bool) -> dict[str, str
     return {"moe_runner_backend": runner} | ({"fp8_gemm_runner_backend": "triton"} if blackwell else {})
 
 
+_FIXED_EXPERTS = {
+    "MixtralForCausalLM": "SGLang 0.5.23 has no expert locations for it (models/mixtral.py)",
+    "Ernie4_5_MoeForCausalLM": "SGLang 0.5.23 has no expert locations for it (models/ernie4.py)",
+}
+"""Families whose experts an engine cannot place, and why."""
+_NO_COPIES = {
+    "Glm4MoeForCausalLM": "SGLang 0.5.23 allocates none for it (models/glm4_moe.py:437)",
+    "BailingMoeV2ForCausalLM": "SGLang 0.5.23 asserts that it has none (models/bailing_moe.py:220)",
+}
+"""Families whose experts an engine can place, but not copy, and why."""
+
+
+def check_experts(hf: HFConfig, config: Config) -> None:
+    """Raise ConfigError if engines cannot have the placement of experts that the configuration asks for."""
+    rollout = config.rollout
+    every, copies, settings = rollout.rebalance_experts_every, rollout.num_redundant_experts, rollout.sglang
+    if not every and not copies:
+        return
+    if not every:
+        raise ConfigError(
+            f"{rollout.num_redundant_experts=}: the copies' places follow from the load of the experts; also set "
+            "rollout.rebalance_experts_every, for example to 1"
+        )
+    family, where = family_of(hf), f"{rollout.rebalance_experts_every=}"
+    experts = family.num_experts(hf)
+    if not experts:
+        raise ConfigError(f"{where}: {family.architecture} has no experts; set it to 0")
+    if rollout.ep == 1:
+        raise ConfigError(f"{where} with {rollout.ep=}: one rank has all experts; set the first to 0")
+    if why := _FIXED_EXPERTS.get(family.architecture):
+        raise ConfigError(f"{where} for {family.architecture}: {why}; set it to 0")
+    if copies and (why := _NO_COPIES.get(family.architecture)):
+        raise ConfigError(f"{rollout.num_redundant_experts=} for {family.architecture}: {why}; set it to 0")
+    if missing := -(experts + copies) % rollout.ep:
+        raise ConfigError(
+            f"{rollout.num_redundant_experts=}: {rollout.ep=} does not divide {experts} experts with {copies} copies; "
+            f"set the first to {copies + missing}"
+        )
+    if copies and settings.get("enforce_shared_experts_fusion"):
+        raise ConfigError(
+            f"{rollout.num_redundant_experts=} with rollout.sglang.enforce_shared_experts_fusion: SGLang 0.5.23 would "
+            "give the shared expert's tokens to the first copy; remove the second"
+        )
+    if settings.get("ep_dispatch_algorithm") == "static" and settings.get("moe_a2a_backend", "none") == "none":
+        raise ConfigError(
+            f"{where} with rollout.sglang.ep_dispatch_algorithm=static: without moe_a2a_backend all ranks must choose "
+            "the same copy, which SGLang ensures with dynamic; remove the second"
+        )
+
+
+def _initial_experts(hf: HFConfig, config: Config) -> dict[int, tuple[int, ...]]:
+    """Return the experts of an engine that has started, by layer, if weight syncs move them; draft models keep
+    these."""
+    if not config.rollout.rebalance_experts_every:
+        return {}
+    family, copies = family_of(hf), config.rollout.num_redundant_experts
+    experts, layers = family.num_experts(hf), int(hf["num_hidden_layers"]) + family.num_mtp_layers(hf)
+    return dict.fromkeys(range(layers), initial_placement(experts, experts + copies))
+
+
 def layout(hf: HFConfig, config: Config) -> EngineLayout:
     """Return the engines' layout of a configuration. Raises ConfigError for settings that the reshard cannot serve."""
     settings, tp = config.rollout.sglang, config.rollout.tp
@@ -265,6 +327,7 @@ def layout(hf: HFConfig, config: Config) -> EngineLayout:
     dense = settings.get("moe_dense_tp_size")
     if dense not in (None, 1, tp):
         raise ConfigError(f"rollout.sglang.moe_dense_tp_size={dense}: SGLang knows 1 and rollout.tp={tp} only")
+    check_experts(hf, config)
     sends_tokens = settings.get("moe_a2a_backend", "none") != "none"
     if sends_tokens:
         where = f"rollout.sglang.moe_a2a_backend={settings['moe_a2a_backend']}"
@@ -286,6 +349,7 @@ def layout(hf: HFConfig, config: Config) -> EngineLayout:
         mlp_tp=int(dense or 0),
         shared_tp=1 if sends_tokens else 0,  # SGLang then has the shared experts whole on each rank
         head_tp=tp // attention if settings.get("enable_dp_lm_head") else 0,
+        experts=_initial_experts(hf, config),
         # An untrained draft model stays as loaded.
         draft=bool(config.rollout.num_speculative_tokens and config.train.mtp_loss_coef),
     )

@@ -162,6 +162,20 @@ def speculative_args(num_speculative_tokens: int) -> dict[str, Any]:
     }
 
 
+def expert_args(rollout: RolloutConfig) -> dict[str, Any]:
+    """Return the ServerArgs with which a weight sync may place the engine's experts, see
+    `sglang_loader.place_experts`.
+
+    `dynamic` divides an expert's tokens between its copies by their number in the batch, on all ranks alike. With
+    copies, SGLang 0.5.23 would give the tokens of a fused shared expert to the first copy (`layers/moe/topk.py` numbers
+    it after the experts, the dispatcher after the copies).
+    """
+    if not rollout.rebalance_experts_every:
+        return {}
+    copies = {"ep_num_redundant_experts": rollout.num_redundant_experts, "disable_shared_experts_fusion": True}
+    return {"ep_dispatch_algorithm": "dynamic", **(copies if rollout.num_redundant_experts else {})}
+
+
 def sampling_args(rollout: RolloutConfig) -> dict[str, Any]:
     """Return the ServerArgs that bound the size of reported sampling masks.
 

@@ -220,6 +220,7 @@ class SGLangEngine:
             **({"json_model_override_args": '{"quantization_config": null}'} if is_mxfp4(hf) else {}),
             **server_args.speculative_args(rollout.num_speculative_tokens),
             **server_args.sampling_args(rollout),
+            **server_args.expert_args(rollout),
             **family_of(hf).engine_settings,
             **self._platform.server_args(self.config, self.first_device),
             **rollout.sglang,

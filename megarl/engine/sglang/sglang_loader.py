@@ -6,7 +6,7 @@ SGLang calls `load` when /update_weights_from_tensor names it as the load format
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -26,7 +26,7 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
     """
     if type(model).__name__ in _WITH_LANGUAGE_MODEL:
         model = model.language_model  # type: ignore[assignment]
-    weight_loader.load(model, named_tensors, weight_loader.LoaderHooks(finish, find_layout_oddities))
+    weight_loader.load(model, named_tensors, weight_loader.LoaderHooks(finish, find_layout_oddities, place_experts))
 
 
 def finish(model: torch.nn.Module) -> None:
@@ -39,6 +39,37 @@ def finish(model: torch.nn.Module) -> None:
         post_load_weights(model)
     for module in model.modules():  # Gemma's norms cache 1 + weight for fused kernels
         getattr(module, "refresh_gemma_weight", lambda: None)()
+
+
+def place_experts(experts: Mapping[int, Sequence[int]]) -> None:
+    """Send the tokens of these layers' experts to new places, as SGLang's own EPLB does after it has moved weights.
+
+    experts: layer -> the expert in each slot, one rank's slots after another's. The tables are updated in place, since
+    CUDA graphs have their addresses. Raises ValueError if the engine has other layers or slots.
+    """
+    from sglang.srt.eplb import expert_location
+    from sglang.srt.runtime_context import get_parallel
+
+    table = expert_location.get_global_expert_location_metadata()
+    if table is None:
+        raise ValueError("SGLang has no expert locations for this model")
+    physical_to_logical = table.physical_to_logical_map_cpu.clone()
+    for layer, placement in experts.items():
+        if layer >= len(physical_to_logical) or len(placement) != table.num_physical_experts:
+            raise ValueError(
+                f"layer {layer} with {len(placement)} experts, but the engine has {len(physical_to_logical)} layers "
+                f"with {table.num_physical_experts}"
+            )
+        physical_to_logical[layer] = torch.tensor(placement)
+    physical_to_logical = physical_to_logical.to(table.physical_to_logical_map.device)
+    rank = get_parallel().moe_ep_rank
+    logical_to_physical = expert_location._compute_logical_to_all_physical_map(
+        physical_to_logical, table.num_logical_experts, table.ep_size, rank
+    )
+    new = expert_location.ExpertLocationMetadata._init_raw(
+        table.ep_size, physical_to_logical, logical_to_physical, rank
+    )
+    table.update(new, list(range(table.num_layers)))
 
 
 _LAYOUT_MARKERS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from int4_folder import QUANTIZATION
 from megarl.config import Config, ConfigError, from_dict
 from megarl.engine.sglang import engine_settings, server_args
 from megarl.engine.sglang.engine_settings import check, choose_runner
+from megarl.models.registry import load_hf_config
 from megarl.reshard.plan.layout import EngineLayout
 
 pytestmark = pytest.mark.alone
@@ -183,6 +185,51 @@ def test_unsupported_sglang_settings_raise(key: str) -> None:
 def test_invalid_combinations_raise(rollout: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         layout_of(config(**rollout))
+
+
+MODELS = Path(__file__).resolve().parents[3] / "configs" / "models"
+
+
+def test_experts_are_in_order_until_a_weight_sync_moves_them() -> None:
+    hf = load_hf_config(MODELS / "deepseek_v3.json")
+    settings = config(tp=8, ep=8, num_redundant_experts=8, rebalance_experts_every=1)
+    layout = engine_settings.layout(hf, settings)
+    assert layout == EngineLayout(8, 8, experts=dict.fromkeys(range(62), (*range(256), *range(8))))
+    assert server_args.expert_args(settings.rollout) == {
+        "ep_dispatch_algorithm": "dynamic",
+        "ep_num_redundant_experts": 8,
+        "disable_shared_experts_fusion": True,
+    }
+    assert server_args.expert_args(config(rebalance_experts_every=2).rollout) == {"ep_dispatch_algorithm": "dynamic"}
+    assert server_args.expert_args(config(tp=8, ep=8).rollout) == {}
+
+
+@pytest.mark.parametrize(
+    ("model", "rollout", "message"),
+    [
+        ("deepseek_v3", {"rebalance_experts_every": 0}, "also set rollout.rebalance_experts_every"),
+        ("qwen2.5_0.5b", {}, "Qwen2ForCausalLM has no experts; set it to 0"),
+        ("deepseek_v3", {"ep": 1}, "one rank has all experts"),
+        ("deepseek_v3", {"num_redundant_experts": 5}, "256 experts with 5 copies; set the first to 8"),
+        ("mixtral_8x7b", {}, "SGLang 0.5.23 has no expert locations for it"),
+        ("ernie4.5_21b", {"num_redundant_experts": 0}, "SGLang 0.5.23 has no expert locations for it"),
+        ("ling_flash_2.0", {}, "SGLang 0.5.23 asserts that it has none"),
+        ("deepseek_v3", {"sglang": {"enforce_shared_experts_fusion": True}}, "remove the second"),
+        ("deepseek_v3", {"sglang": {"ep_dispatch_algorithm": "static"}}, "which SGLang ensures with dynamic"),
+    ],
+)
+def test_experts_that_cannot_be_placed(model: str, rollout: dict[str, Any], message: str) -> None:
+    settings = {"tp": 8, "ep": 8, "num_redundant_experts": 8, "rebalance_experts_every": 1, **rollout}
+    with pytest.raises(ConfigError, match=message):
+        engine_settings.layout(load_hf_config(MODELS / f"{model}.json"), config(**settings))
+
+
+@pytest.mark.parametrize("file", ["bailing_moe", "glm4_moe", "mixtral", "ernie4"])
+def test_refused_families_are_those_that_sglang_does_not_support(file: str) -> None:
+    source = (server_args.sglang_folder() / "models" / f"{file}.py").read_text()
+    assert ("get_model_config_for_expert_location" in source) == (file in ("bailing_moe", "glm4_moe"))
+    assert "num_experts=config.n_routed_experts + self.num_fused_shared_experts," in source or file != "glm4_moe"
+    assert "assert get_exec().moe.ep_num_redundant_experts == 0" in source or file != "bailing_moe"
 
 
 def test_int4_layout_needs_the_triton_runner() -> None:

@@ -83,3 +83,21 @@ def test_finish_recomputes_derived_tensors(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(Model, "refresh_gemma_weight", lambda norm: done.append(("1 + w", norm)), raising=False)
     assert execute(model, {"do": "finish"}) == {}
     assert done == [model, ("1 + w", model)]
+
+
+def test_finish_checks_the_placement_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`tests/engine/test_engine_orders.py` moves the experts of real engines."""
+    monkeypatch.setattr(sglang_loader, "finish", lambda model: None)
+    table = SimpleNamespace(physical_to_logical_map_cpu=torch.zeros(2, 4), num_physical_experts=4)
+    tables: list[Any] = [None, table, table]
+    location = SimpleNamespace(get_global_expert_location_metadata=lambda: tables.pop(0))
+    for name in ("sglang", "sglang.srt", "sglang.srt.eplb", "sglang.srt.runtime_context"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["sglang.srt.runtime_context"].get_parallel = None  # type: ignore[attr-defined]
+    monkeypatch.setattr(sys.modules["sglang.srt.eplb"], "expert_location", location, raising=False)
+    for layer, experts, message in (
+        ("0", [0, 1, 2, 3], "SGLang has no expert locations for this model"),
+        ("0", [0, 1, 2], "layer 0 with 3 experts, but the engine has 2 layers with 4"),
+        ("2", [0, 1, 2, 3], "layer 2 with 4 experts, but the engine has 2 layers with 4"),
+    ):
+        assert execute(Model(), {"do": "finish", "experts": {layer: experts}}) == {"error": f"ValueError: {message}"}
