@@ -235,7 +235,7 @@ class HybridFlow:
     def _finish_step(self, result: StepResult) -> dict[str, float]:
         metrics = dict(result.metrics)
         if result.rollouts is not None:
-            metrics |= rollout_metrics(result.rollouts)
+            metrics |= rollout_metrics(result.rollouts, self.config.rollout.num_speculative_tokens)
         worker_metrics = {role: worker.metrics() for role, worker in self.workers.items()}
         for role, values in worker_metrics.items():
             metrics |= prefix_metrics(values, split_role(role)[1])

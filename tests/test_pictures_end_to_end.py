@@ -77,7 +77,8 @@ def test_qwen2_5_vl_trains_two_steps_and_replays_them_bitwise(tmp_path: Path, ho
 @pytest.mark.nightly
 def test_qwen3_vl_moe_trains_two_steps_on_two_ranks_and_replays_them_bitwise(tmp_path: Path, host: str) -> None:
     layout = ["parallel.world_size=2", "parallel.ranks_per_node=2", "parallel.tp=2", "parallel.ep=2", "rollout.tp=2"]
-    settings = [*layout, "rollout.ep=2", "train.routing_replay=true"]
+    placed = ["rollout.num_redundant_experts=2", "rollout.rebalance_experts_every=1"]
+    settings = [*layout, "rollout.ep=2", "train.routing_replay=true", *placed]
     folder, run_dir = run(tmp_path, "qwen3_vl_moe", host, *settings)
     check_run(folder, run_dir, "model.visual.")
     assert_replays(lambda target, replay: train(folder, target, *settings, replay), run_dir)

@@ -1,7 +1,7 @@
 """Print which features combine, and the runs that show it.
 
     .venv/bin/python tools/combinations.py            for each pair of settings the run that covers it, or the refusal
-    .venv/bin/python tools/combinations.py --runs     the runs, with the overrides of a configuration of three ranks
+    .venv/bin/python tools/combinations.py --runs     the runs, as overrides for two to four ranks
 
 Each run has one setting of every feature. The runs are a covering array: every two settings of different features meet
 in one of them, unless they are refused. `tests/test_combinations_end_to_end.py` trains two steps with each, on the real
@@ -54,8 +54,8 @@ FEATURES: dict[str, dict[str, Sequence[str]]] = {
     "placement": {
         "colocated": ("parallel.world_size=2", "parallel.ranks_per_node=2", "rollout.tp=2"),
         "engines apart": (
-            *("parallel.world_size=3", "parallel.ranks_per_node=3", "rollout.tp=1"),
-            "placement={actor: 0-1, rollout: 2}",
+            *("parallel.world_size=4", "parallel.ranks_per_node=4", "rollout.tp=2"),
+            "placement={actor: 0-1, rollout: 2-3}",
         ),
         "some engines apart": (
             *("parallel.world_size=3", "parallel.ranks_per_node=3", "rollout.tp=1"),
@@ -63,7 +63,14 @@ FEATURES: dict[str, dict[str, Sequence[str]]] = {
         ),
     },
     "correction": {kind: (f"correction.kind={kind}",) for kind in ("none", "tis", "icepop", "mis", "reject")},
-    "routing": {"own": (), "replayed": ("train.routing_replay=true",)},
+    "routing": {
+        "own": (),
+        "replayed": ("train.routing_replay=true",),
+        "replayed, experts placed": (
+            *("train.routing_replay=true", "rollout.ep=2"),
+            *("rollout.num_redundant_experts=2", "rollout.rebalance_experts_every=1"),
+        ),
+    },
     "sampling": {"full": (), "truncated": ("rollout.top_p=0.9", "rollout.top_k=50")},
     "conversation": {
         "tools": ("rollout.tools=[megarl.environments.ready.calculator:calculator]",),
@@ -87,11 +94,14 @@ FEATURES: dict[str, dict[str, Sequence[str]]] = {
 
 _NO_CACHE = "an engine that sleeps while models use its device has no KV cache of the old weights left to continue with"
 
+_ONE_RANK = "an engine of one rank has all experts, so that there is nothing to place"
+
 REFUSED: dict[frozenset[Setting], str] = {
     frozenset({("generation", "async, in_place"), ("placement", "colocated")}): _NO_CACHE,
     frozenset({("generation", "async, in_place"), ("placement", "some engines apart")}): _NO_CACHE,
     # By default the engines of both policies take turns on the same ranks; on ranks of their own they keep it.
     frozenset({("algorithm", "ppo and remax"), ("generation", "async, in_place")}): _NO_CACHE,
+    frozenset({("routing", "replayed, experts placed"), ("placement", "some engines apart")}): _ONE_RANK,
 }
 """Pairs of settings that the dry run refuses, and why."""
 

@@ -161,7 +161,10 @@ class PoliciesController(PolicyController):
             results[policy] = algorithm.step(view, prompts)
         metrics: dict[str, float] = {}
         for policy, result in results.items():
-            sampled = rollout_metrics(result.rollouts) if policy and result.rollouts is not None else {}
+            sampled: dict[str, float] = {}
+            if policy and result.rollouts is not None:
+                draft_length = flow_of(flow, policy).config.rollout.num_speculative_tokens
+                sampled = rollout_metrics(result.rollouts, draft_length)
             metrics |= prefix_metrics({**result.metrics, **sampled}, policy)
         others = {policy: result for policy, result in results.items() if policy}
         return replace(results[""], metrics=metrics, policies=others)

@@ -66,8 +66,10 @@ def prefix_metrics(metrics: Mapping[str, float], policy: str) -> dict[str, float
     return {name if not policy or name.startswith("guards/") else f"{policy}/{name}": metrics[name] for name in metrics}
 
 
-def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
+def rollout_metrics(rollouts: Rollouts, num_speculative_tokens: int = 0) -> dict[str, float]:
     """Return `rollout/...` metrics averaged over the rollouts; empty for no rollouts.
+
+    num_speculative_tokens: length of a draft (`rollout.num_speculative_tokens`).
 
     An episode with several branches counts as one rollout: its tokens, turns and tool calls are summed, its reward
     counts once. `branches_mean` is present if there are such episodes.
@@ -77,6 +79,8 @@ def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
     - `zero_spread_frac` is the fraction of prompts whose samples all have the same reward, from which group-relative
       methods learn nothing; absent if every prompt was sampled once.
     - `spec_accept_rate` is the fraction of drafted tokens that were accepted, present if there were drafts.
+      `spec_accept_length` is the mean number of tokens per verification: the accepted ones of a draft, and the one that
+      the policy adds, so from 1 to 1 + `num_speculative_tokens`.
     - `sampling_mask_size_mean` is the mean number of tokens that the policy could sample from, present for truncated
       sampling.
     - `reward_mean/<source>`, `response_length_mean/<source>` and `count/<source>` (rollouts) are present for 2 to
@@ -100,6 +104,7 @@ def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
     metrics["rollout/reward_failed_frac"] = 1 - len(scored) / len(completed)
     for name, count in Counter(part for part, _, _ in rollouts.unscored_reasons).items():
         metrics[f"reward/{name}_failed_frac"] = count / len(completed)
+    metrics |= _compute_draft_metrics(completed, num_speculative_tokens)
     return metrics | (_compute_reward_metrics(scored) if len(scored) else {}) | _compute_length_metrics(completed)
 
 
@@ -122,6 +127,16 @@ def batch_metrics(batch: TrainBatch, seconds: float, world: int) -> dict[str, fl
     mean = total / count
     variance = float(batch.all_reduce((advantages - mean).square().sum())) / count
     return metrics | {"actor/advantage_mean": mean, "actor/advantage_variance": variance}
+
+
+def _compute_draft_metrics(rollouts: Rollouts, num_speculative_tokens: int) -> dict[str, float]:
+    drafted = int(rollouts.drafted.sum())
+    if not drafted:
+        return {}
+    metrics = {"rollout/spec_accept_rate": int(rollouts.accepted.sum()) / drafted}
+    if num_speculative_tokens:  # SGLang counts each verification as that of a whole draft
+        metrics["rollout/spec_accept_length"] = 1 + num_speculative_tokens * metrics["rollout/spec_accept_rate"]
+    return metrics
 
 
 def _compute_reward_metrics(rollouts: Rollouts) -> dict[str, float]:
@@ -163,8 +178,6 @@ def _compute_length_metrics(rollouts: Rollouts) -> dict[str, float]:
         "rollout/truncated_frac": _mean(rollouts.has_status("length")),
         "rollout/max_turns_frac": _mean(rollouts.has_status("max_turns")),
     }
-    if num_drafted := int(rollouts.drafted.sum()):
-        metrics["rollout/spec_accept_rate"] = int(rollouts.accepted.sum()) / num_drafted
     if support_total := int(rollouts.sampling_mask_sizes.sum()):
         metrics["rollout/sampling_mask_size_mean"] = support_total / int(rollouts.actions.sum())
     for source, mask in mask_by_source(rollouts.source, rollouts.sources).items():

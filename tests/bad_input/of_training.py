@@ -227,11 +227,6 @@ CASES = [
         ("rollout.rebalance_experts_every=1",),
     ),
     Case(
-        "experts placed in a model that has none",
-        ("rollout.rebalance_experts_every=1", "has no experts"),
-        ("rollout.rebalance_experts_every=1", "train.routing_replay=true"),
-    ),
-    Case(
         "experts of engines that get no weights",
         ("rollout.rebalance_experts_every=1", "no weight sync moves experts"),
         ("rollout.rebalance_experts_every=1", "algorithm=generate"),

@@ -144,6 +144,7 @@ def test_families_on_two_ranks(
         pytest.param(tiny_models.qwen3_next, 2, marks=pytest.mark.nightly),
         pytest.param(tiny_models.qwen3_5_moe, 2, marks=pytest.mark.nightly),
         pytest.param(tiny_models.glm_moe_dsa, 2, marks=pytest.mark.nightly),
+        pytest.param(tiny_models.deepseek_v32, 2, marks=pytest.mark.nightly),
         pytest.param(partial(tiny_models.of_family, "minimax_m2"), 2, marks=pytest.mark.nightly),
         pytest.param(partial(tiny_models.of_family, "glm4_moe_lite"), 2, marks=pytest.mark.nightly),
         pytest.param(partial(tiny_models.of_family, "ling2"), 0, marks=pytest.mark.nightly),

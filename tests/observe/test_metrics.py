@@ -126,7 +126,10 @@ def test_speculative_accept_rate() -> None:
     plain = rollout(0, 1.0, (1,), 0, 0, "stop")
     assert "rollout/spec_accept_rate" not in rollout_metrics(Rollouts.gather([plain]))
     drafted = [replace(plain, drafted=6, accepted=2), replace(plain, drafted=2, accepted=2), plain]
-    assert rollout_metrics(Rollouts.gather(drafted))["rollout/spec_accept_rate"] == 0.5
+    metrics = rollout_metrics(Rollouts.gather(drafted), num_speculative_tokens=2)
+    assert metrics["rollout/spec_accept_rate"] == 0.5
+    # Four drafts of two tokens, of which four tokens were accepted; each verification adds one.
+    assert metrics["rollout/spec_accept_length"] == (4 + 4) / 4
 
 
 def test_mean_sampling_mask_size() -> None:

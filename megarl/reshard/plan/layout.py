@@ -182,7 +182,8 @@ class EngineLayout:
     dp: replicas of attention within an engine (DP attention); attention's tensor parallel size is tp / dp.
     mlp_tp, head_tp, shared_tp: tensor parallel sizes of dense MLPs, the output layer and the shared experts if they
     differ from tp, as with DP attention; 0 means tp. SGLang has a switch for each.
-    experts: layer -> the logical expert in each of its physical slots (EPLB); in order if not listed.
+    experts: layer -> the logical expert in each of its physical slots (EPLB, `expert_placement.py`); in order if not
+    listed.
     fuse_shared: the shared expert is one more slot at the end of the experts' tensors.
     draft: the engine has the multi-token prediction layers, in a draft model.
     ranks: job ranks of the engines' ranks, one engine after another; the trainer's if empty.
