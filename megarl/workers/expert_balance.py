@@ -12,7 +12,6 @@ import torch
 from megarl.checkpoint.manifest import Entry, Write, write_hashed
 from megarl.config import Config, ConfigError
 from megarl.models.family import HFConfig
-from megarl.models.registry import family_of
 from megarl.models.routing import RoutingShape, routing_shape
 from megarl.reshard.plan.expert_placement import Placement, imbalance, initial_placement, place_experts
 from megarl.types import Comm, Rollout
@@ -34,10 +33,10 @@ class ExpertBalance:
         self._file = f"{FILE}_{policy}.json" if policy else f"{FILE}.json"
         num_slots = self._shape.num_experts + config.rollout.num_redundant_experts
         self.placements: dict[int, Placement] = dict.fromkeys(
-            range(self._shape.num_layers + family_of(hf).num_mtp_layers(hf)),
+            range(self._shape.num_layers),
             initial_placement(self._shape.num_experts, num_slots),
         )
-        """Layer -> the expert in each slot, see `EngineLayout.experts`; those of draft models stay as they start."""
+        """Layer of the decoder -> the expert in each slot, see `EngineLayout.experts`."""
         self.metrics: dict[str, float] = {}
         self._local_load = torch.zeros(len(self._shape.moe_layers), self._shape.num_experts, dtype=torch.int64)
         """[MoE layers, experts] tokens of this rank's rollouts since the last weight sync."""

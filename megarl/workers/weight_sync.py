@@ -154,11 +154,14 @@ class WeightSync:
         return is_complete
 
     def place_experts(self, experts: Mapping[int, tuple[int, ...]]) -> None:
-        """Place the engines' experts so from the next weight sync on, see `EngineLayout.experts`. Call on all ranks.
+        """Place the experts of these layers so from the next weight sync on, see `EngineLayout.experts`. Call on all
+        ranks.
 
         The plan changes with the placement, and the next sync is verified in full.
         """
-        layout = replace(self.plan.engine, experts=dict(experts))
+        placements = dict(self.plan.engine.experts)
+        placements.update(experts.items())
+        layout = replace(self.plan.engine, experts=placements)
         if layout != self.plan.engine:
             self.plan = build_plan(self.hf, self.config, layout, self.train_ranks, self.engine_ranks)
             self.executor = None
@@ -171,8 +174,8 @@ class WeightSync:
     def _send(self, local: Mapping[str, torch.Tensor], sender: WeightSender, version: int) -> None:
         self._run_executor(local, sender, version)
         for draft in self._draft_flags if self.engine_rank is not None else ():
-            layers = {} if draft else self.plan.engine.experts
-            decoder = {layer: layers[layer] for layer in layers if layer < int(self.hf["num_hidden_layers"])}
+            experts = self.plan.engine.experts
+            decoder = {} if draft else {layer: experts[layer] for layer in experts if layer is not None}
             sender.send_order({"do": "finish"} | ({"experts": decoder} if decoder else {}), draft)
 
     def _run_executor(

@@ -29,6 +29,7 @@ from megarl.engine.weight_sender import OrderBuffer, WeightSender
 from megarl.models.registry import family_of, load_hf_config
 from megarl.parallel import shared_memory
 from megarl.parallel.device import allocate_shared
+from megarl.reshard.plan.expert_placement import initial_placement
 from megarl.reshard.plan.layout import EngineLayout
 
 
@@ -145,6 +146,9 @@ def test_families_on_two_ranks(
         pytest.param(tiny_models.qwen3_5_moe, 2, marks=pytest.mark.nightly),
         pytest.param(tiny_models.glm_moe_dsa, 2, marks=pytest.mark.nightly),
         pytest.param(tiny_models.deepseek_v32, 2, marks=pytest.mark.nightly),
+        pytest.param(glm4_moe_with_mtp, 0, marks=pytest.mark.nightly),
+        pytest.param(deepseek_v32_with_mtp, 2, marks=pytest.mark.nightly),
+        pytest.param(qwen3_5_moe_with_mtp, 2, marks=pytest.mark.nightly),
         pytest.param(partial(tiny_models.of_family, "minimax_m2"), 2, marks=pytest.mark.nightly),
         pytest.param(partial(tiny_models.of_family, "glm4_moe_lite"), 2, marks=pytest.mark.nightly),
         pytest.param(partial(tiny_models.of_family, "ling2"), 0, marks=pytest.mark.nightly),
@@ -153,9 +157,12 @@ def test_families_on_two_ranks(
 def test_experts_and_copies_of_them_are_moved(
     build: Callable[..., PreTrainedModel], copies: int, host: str, tmp_path: Path
 ) -> None:
-    """The engine starts with the experts in order. Each update gives them other places, in every layer."""
+    """The engine starts with the experts in order. Each update gives them other places, in every layer of the decoder;
+    those of a draft model stay in order."""
     model, rng = build(seed=0), random.Random(0)
+    drafts = tiny_models.has_mtp(model)
     settings: dict[str, Any] = {"num_redundant_experts": copies, "rebalance_experts_every": 1}
+    settings["num_speculative_tokens"] = 2 if drafts else 0
     if not hasattr(transformers, type(model).__name__):
         settings["sglang"] = {"trust_remote_code": True}
     with start_engine(host, model, tmp_path, tp=2, ep=2, **settings) as running:
@@ -164,8 +171,9 @@ def test_experts_and_copies_of_them_are_moved(
         experts = family_of(hf).num_experts(hf)
         for seed in (6, 7):
             slots = [*range(experts), *rng.choices(range(experts), k=copies)]
-            placement = {layer: tuple(rng.sample(slots, len(slots))) for layer in range(hf["num_hidden_layers"])}
-            layout = EngineLayout(2, ep=2, experts=placement)
+            placement: dict[int | None, tuple[int, ...]] = {None: initial_placement(experts, len(slots))}
+            placement |= {layer: tuple(rng.sample(slots, len(slots))) for layer in range(hf["num_hidden_layers"])}
+            layout = EngineLayout(2, ep=2, experts=placement, draft=drafts)
             overwrite_weights(running.engine, layout, tiny_models.save(build(seed=seed), tmp_path / str(seed)), seed)
             assert_matches_transformers(running.engine, build(seed=seed), seed)
 

@@ -71,8 +71,8 @@ def _write(
     writes = [make_write_order(params, layout, p, tensors, descriptions[p], experts) for p in range(layout.tp)]
     engine.call_loader([box.make_payload(*write) for box, write in zip(order_buffers, writes, strict=True)], draft)
     assert [box.read_answer() for box in order_buffers] == [{"wrong": []}] * layout.tp
-    placement = {} if draft else {"experts": dict(layout.experts)}
-    engine.call_loader([box.make_payload({"do": "finish"} | placement) for box in order_buffers], draft)
+    placement = {} if draft else {layer: layout.experts[layer] for layer in layout.experts if layer is not None}
+    engine.call_loader([box.make_payload({"do": "finish", "experts": placement}) for box in order_buffers], draft)
     assert [box.read_answer() for box in order_buffers] == [{}] * layout.tp
 
 

@@ -111,9 +111,10 @@ def random_case(seed: int, worlds: tuple[int, ...] = WORLDS) -> Case:
             }
     hf["moe_intermediate_size"] = moe
 
-    redundant = {}
+    redundant: dict[int | None, tuple[int, ...]] = {}
     if family != "qwen2" and rng.random() < 0.5:
         redundant = {layer: expert_placement(rng, experts, engine_ep) for layer in range(layers) if rng.random() < 0.8}
+        redundant[None] = expert_placement(random.Random(f"draft {seed}"), experts, engine_ep)
     engine = EngineLayout(
         size,
         engine_ep,

@@ -300,14 +300,14 @@ def check_experts(hf: HFConfig, config: Config) -> None:
         )
 
 
-def _initial_experts(hf: HFConfig, config: Config) -> dict[int, tuple[int, ...]]:
+def _initial_experts(hf: HFConfig, config: Config) -> dict[int | None, tuple[int, ...]]:
     """Return the experts of an engine that has started, by layer, if weight syncs move them; draft models keep
     these."""
     if not config.rollout.rebalance_experts_every:
         return {}
     family, copies = family_of(hf), config.rollout.num_redundant_experts
-    experts, layers = family.num_experts(hf), int(hf["num_hidden_layers"]) + family.num_mtp_layers(hf)
-    return dict.fromkeys(range(layers), initial_placement(experts, experts + copies))
+    experts = family.num_experts(hf)
+    return dict.fromkeys((*range(int(hf["num_hidden_layers"])), None), initial_placement(experts, experts + copies))
 
 
 def layout(hf: HFConfig, config: Config) -> EngineLayout:

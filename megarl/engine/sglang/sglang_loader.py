@@ -61,13 +61,14 @@ def place_experts(experts: Mapping[int, Sequence[int]]) -> None:
                 f"with {table.num_physical_experts}"
             )
         physical_to_logical[layer] = torch.tensor(placement)
-    physical_to_logical = physical_to_logical.to(table.physical_to_logical_map.device)
-    rank = get_parallel().moe_ep_rank
-    logical_to_physical = expert_location._compute_logical_to_all_physical_map(
+    if torch.equal(physical_to_logical, table.physical_to_logical_map_cpu):
+        return
+    rank, on = get_parallel().moe_ep_rank, table.physical_to_logical_map.device
+    logical_to_physical = expert_location._compute_logical_to_all_physical_map(  # slot by slot, so on the host
         physical_to_logical, table.num_logical_experts, table.ep_size, rank
     )
     new = expert_location.ExpertLocationMetadata._init_raw(
-        table.ep_size, physical_to_logical, logical_to_physical, rank
+        table.ep_size, physical_to_logical.to(on), logical_to_physical.to(on), rank
     )
     table.update(new, list(range(table.num_layers)))
 

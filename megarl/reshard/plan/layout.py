@@ -183,7 +183,7 @@ class EngineLayout:
     mlp_tp, head_tp, shared_tp: tensor parallel sizes of dense MLPs, the output layer and the shared experts if they
     differ from tp, as with DP attention; 0 means tp. SGLang has a switch for each.
     experts: layer -> the logical expert in each of its physical slots (EPLB, `expert_placement.py`); in order if not
-    listed.
+    listed. None stands for the layers of a draft model.
     fuse_shared: the shared expert is one more slot at the end of the experts' tensors.
     draft: the engine has the multi-token prediction layers, in a draft model.
     ranks: job ranks of the engines' ranks, one engine after another; the trainer's if empty.
@@ -195,7 +195,7 @@ class EngineLayout:
     mlp_tp: int = 0
     head_tp: int = 0
     shared_tp: int = 0
-    experts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    experts: Mapping[int | None, tuple[int, ...]] = field(default_factory=dict)
     fuse_shared: bool = False
     draft: bool = False
     ranks: tuple[int, ...] = ()
@@ -245,8 +245,7 @@ class EngineLayout:
 
     def experts_at(self, position: int, layer: int | None, num_experts: int) -> tuple[int, ...]:
         """Return the routed experts of a layer on a rank, in the order of its stacked tensors."""
-        physical = self.experts.get(layer, ()) if layer is not None else ()
-        physical = physical or tuple(range(num_experts))
+        physical = self.experts.get(layer) or tuple(range(num_experts))
         if len(physical) % self.ep:
             raise ConfigError(
                 f"the {len(physical)} experts of layer {layer} do not divide by the engine's ep={self.ep}"

@@ -194,7 +194,7 @@ def test_experts_are_in_order_until_a_weight_sync_moves_them() -> None:
     hf = load_hf_config(MODELS / "deepseek_v3.json")
     settings = config(tp=8, ep=8, num_redundant_experts=8, rebalance_experts_every=1)
     layout = engine_settings.layout(hf, settings)
-    assert layout == EngineLayout(8, 8, experts=dict.fromkeys(range(62), (*range(256), *range(8))))
+    assert layout == EngineLayout(8, 8, experts=dict.fromkeys((*range(61), None), (*range(256), *range(8))))
     assert server_args.expert_args(settings.rollout) == {
         "ep_dispatch_algorithm": "dynamic",
         "ep_num_redundant_experts": 8,
