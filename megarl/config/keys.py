@@ -395,9 +395,13 @@ class RolloutConfig:
     effect. `RUN@7` starts with the rollouts of step 7. With several policies, each replays its own
     recording."""
     engine: str = "sglang"
-    """Engine that generates: `sglang`, or a fork's own as `module:name`, see `megarl/engine/README.md`."""
+    """Engine that generates: `sglang`; `vllm`, on CPUs and for some model families; or a fork's own as `module:name`,
+    see `megarl/engine/README.md`."""
     sglang: dict[str, Any] = field(default_factory=dict)
     """Further fields of SGLang's ServerArgs, by SGLang's names."""
+    vllm: dict[str, Any] = field(default_factory=dict)
+    """Further fields of vLLM's AsyncEngineArgs, by vLLM's names; `megarl/engine/vllm/vllm_settings.py` lists those that
+    leave weights in place."""
 
     @property
     def eval_config(self) -> RolloutConfig:

@@ -16,7 +16,10 @@ from megarl.reshard.plan.from_config import plan_for_layout
 from megarl.reshard.plan.layout import EngineLayout
 from megarl.reshard.plan.planner import ReshardPlan
 
-BACKENDS = {"sglang": "megarl.engine.sglang.sglang_backend:SGLangBackend"}
+BACKENDS = {
+    "sglang": "megarl.engine.sglang.sglang_backend:SGLangBackend",
+    "vllm": "megarl.engine.vllm.vllm_backend:VLLMBackend",
+}
 """Kinds of engines that come with MegaRL, by the value of `rollout.engine`."""
 NamedTensors = Sequence[tuple[str, torch.Tensor]]
 

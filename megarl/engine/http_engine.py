@@ -105,7 +105,7 @@ class HTTPEngine:
 
     @property
     def _can_free_memory(self) -> bool:
-        """Whether the server can release the parts of its memory in `_MEMORY_TAGS`; if not, `sleep` drops the KV cache."""
+        """Whether the server can release parts of its memory (`_MEMORY_TAGS`); if not, `sleep` flushes its cache."""
         return False
 
     @property

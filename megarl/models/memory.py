@@ -273,10 +273,20 @@ def plan_memory(
     return stages
 
 
+VLLM_BLOCK_TOKENS = 32
+"""Tokens per block of vLLM's KV cache."""
+
+
+def max_cached_tokens(rollout: RolloutConfig) -> int:
+    """Return the tokens that settings of the engines allow in a KV cache; 0 if they set no limit."""
+    blocks = int(rollout.vllm.get("num_gpu_blocks_override") or 0)
+    return int(rollout.sglang.get("max_total_tokens") or blocks * VLLM_BLOCK_TOKENS)
+
+
 def engine_parts(hf: HFConfig, rollout: RolloutConfig, size: int) -> dict[str, int]:
     """Return the memory of an engine on one of its ranks, by part. size: bytes per element."""
-    # `max_total_tokens` caps the cache; otherwise it must hold all of the engine's conversations.
-    cached = int(rollout.sglang.get("max_total_tokens") or rollout.concurrency * rollout.max_context)
+    # Settings cap the cache; otherwise it must hold all of the engine's conversations.
+    cached = max_cached_tokens(rollout) or rollout.concurrency * rollout.max_context
     drafts = bool(rollout.num_speculative_tokens)
     parts = {
         "engine weights": engine_bytes(hf, rollout.tp, size, drafts),

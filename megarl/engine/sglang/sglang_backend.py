@@ -25,6 +25,11 @@ class SGLangBackend:
     def check(self, hf: HFConfig, config: Config) -> None:
         rollout, sglang = config.rollout, config.rollout.sglang
         server_args.check(sglang)
+        if rollout.vllm:
+            raise ConfigError(
+                f"rollout.vllm.{next(iter(rollout.vllm))} with rollout.engine=sglang, whose engines it does not reach; "
+                "remove it, or see rollout.sglang"
+            )
         parser_name(rollout.tool_call_parser, hf)
         for name in ("max_total_tokens", "context_length"):
             if sglang.get(name) is not None and sglang[name] < rollout.max_context:
