@@ -1,0 +1,18 @@
+"""One host that has imported vLLM, for all engines of a test session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from megarl.config import from_dict
+from megarl.engine.engine_host import HostProcess
+from megarl.engine.vllm.vllm_engine import start_host
+
+
+@pytest.fixture(scope="session")
+def vllm_host() -> Iterator[HostProcess]:
+    host = start_host(from_dict({"rollout": {"engine": "vllm"}}), threads=1)
+    yield host
+    host.close()
