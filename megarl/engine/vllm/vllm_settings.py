@@ -138,11 +138,6 @@ def check(hf: HFConfig, config: Config) -> None:
             f"{rollout.tp=} with rollout.engine=vllm: its engines are within one machine, which has "
             f"parallel.ranks_per_node={config.parallel.ranks_per_node}; lower it, or use rollout.engine=sglang"
         )
-    if rollout.num_speculative_tokens:
-        raise ConfigError(
-            f"{rollout.num_speculative_tokens=} with rollout.engine=vllm: drafts are not implemented there; set it to "
-            "0, or use rollout.engine=sglang"
-        )
     blocks = rollout.vllm.get("num_gpu_blocks_override")
     if blocks is not None and (blocks - 1) * VLLM_BLOCK_TOKENS < rollout.max_context:  # one block is vLLM's own
         raise ConfigError(
@@ -168,6 +163,11 @@ def check_sampling(config: Config) -> None:
     if rollout.top_k in (0, 1):
         remedy = "-1 for all tokens" if rollout.top_k == 0 else "2 or more, or rollout.temperature=0, which is greedy"
         raise ConfigError(f"{rollout.top_k=} leaves nothing to sample; set it to {remedy}")
+    if rollout.num_speculative_tokens and rollout.min_p:
+        raise ConfigError(
+            f"{rollout.min_p=:g} with {rollout.num_speculative_tokens=} and rollout.engine=vllm, which verifies drafts "
+            "without min_p; set one of them to 0, or use rollout.engine=sglang"
+        )
     temperatures = {"temperature": rollout.temperature, "eval_temperature": rollout.eval_temperature or 0.0}
     for name, temperature in temperatures.items():
         if 0 < temperature < MIN_TEMPERATURE:
@@ -180,4 +180,6 @@ def check_sampling(config: Config) -> None:
 def layout(config: Config) -> EngineLayout:
     """Return the engines' layout, which is SGLang's with its default settings."""
     check_settings(config.rollout.vllm)
-    return EngineLayout(config.rollout.tp, config.rollout.ep)
+    # An untrained draft model stays as loaded.
+    draft = bool(config.rollout.num_speculative_tokens and config.train.mtp_loss_coef)
+    return EngineLayout(config.rollout.tp, config.rollout.ep, draft=draft)

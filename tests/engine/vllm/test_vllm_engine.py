@@ -122,7 +122,7 @@ def test_reports_sampling_masks(running: RunningEngine, params: dict[str, Any]) 
 def test_records_routing_only_of_what_the_caller_lacks(running: RunningEngine) -> None:
     async def run() -> None:
         async with connect(running) as client:
-            first = await client.generate(range(20, 90), GREEDY)
+            first = await client.generate(list(range(20, 90)), GREEDY)
             context = [*range(20, 90), *first.token_ids.tolist()]
             known = RecordedPrefix(len(context) - 1, first.weight_version)
             second = await client.generate(context, GREEDY, recorded=known)
@@ -136,6 +136,33 @@ def test_records_routing_only_of_what_the_caller_lacks(running: RunningEngine) -
     asyncio.run(run())
 
 
+def test_drafts_of_deepseek_v3(vllm_host: HostProcess, tmp_path: Path) -> None:
+    """Greedy and sampled tokens with drafts have the policy's log-probs and masks, also after a weight sync of both."""
+
+    def model(seed: int) -> PreTrainedModel:
+        return tiny_models.deepseek_v3(seed, num_nextn_predict_layers=1)
+
+    options: dict[str, Any] = {"engine": "vllm", "num_speculative_tokens": 2}
+    with start_engine(vllm_host.path, model(0), tmp_path, **options) as running:
+        assert_matches_transformers(running.engine, running.model, 0)
+        check_orders(running, EngineLayout(1, draft=True), new := model(6), tmp_path)
+        params = {"top_p": 0.8, "top_k": 20}
+
+        async def run() -> list[Generation]:
+            async with connect(running) as client:
+                wanted = {"temperature": 0.7, "max_new_tokens": 30, "ignore_eos": True, **params}
+                plain = {**wanted, "top_p": 1.0, "top_k": 4}  # alone in a step, once without drafts
+                return [await client.generate(PROMPTS[0], plain)] + await asyncio.gather(
+                    *(client.generate(prompt, wanted) for prompt in PROMPTS)
+                )
+
+        for prompt, out in zip(PROMPTS, asyncio.run(run())[1:], strict=True):
+            assert out.drafted > 0 and len(out.token_ids) == 30
+            with torch.no_grad():
+                logits = new(torch.tensor([[*prompt, *out.token_ids.tolist()]])).logits[0].double()
+            assert_mask((logits[len(prompt) - 1 : -1] / 0.7).softmax(-1), out, **params)
+
+
 def test_seeds_end_tokens_and_refusals(running: RunningEngine) -> None:
     async def run() -> None:
         async with connect(running) as client:
@@ -147,7 +174,7 @@ def test_seeds_end_tokens_and_refusals(running: RunningEngine) -> None:
             stopped = await client.generate([5, 6, 7], {**GREEDY, "ignore_eos": False, "stop_token_ids": [full[4]]})
             assert stopped.finish_reason == "stop" and stopped.token_ids.tolist() == full[: full.index(full[4]) + 1]
             for prompt, params, text in (
-                (range(20, 540), GREEDY, "maximum|longer|length"),
+                (list(range(20, 540)), GREEDY, "maximum|longer|length"),
                 ([5], {**GREEDY, "typo": 1}, "typo is not supported"),
             ):
                 with pytest.raises(RequestFailed, match=text):

@@ -40,7 +40,6 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "FP8": ({"quantization_config": {"quant_method": "fp8"}}, {}, "with a quantised checkpoint"),
     "ep within tp": ({}, {"tp": 4, "ep": 2}, "set it to 1 or to rollout.tp=4"),
     "several machines": ({}, {"tp": 2}, "parallel.ranks_per_node=1; lower it"),
-    "drafts": ({}, {"num_speculative_tokens": 2}, "drafts are not implemented there"),
     "a managed setting": ({}, {"vllm": {"dtype": "half"}}, "rollout.vllm.dtype cannot be set; .*by model.dtype"),
     "an unread setting": (
         {},
@@ -91,6 +90,7 @@ def test_refuses_routing_without_prefix_cache() -> None:
         ({"temperature": 0.005}, "rollout.temperature=0.005 with rollout.engine=vllm, which raises it to 0.01"),
         ({"eval_temperature": 0.001}, "rollout.eval_temperature=0.001"),
         ({"top_k": 1}, "rollout.top_k=1 leaves nothing to sample"),
+        ({"min_p": 0.1, "num_speculative_tokens": 2}, "rollout.min_p=0.1 with rollout.num_speculative_tokens=2"),
     ],
 )
 def test_refuses_other_distributions(settings: dict[str, Any], message: str) -> None:
