@@ -64,7 +64,7 @@ def _write(
     engine.call_loader([box.make_payload({"do": "describe"}) for box in order_buffers], draft)
     descriptions = [box.read_answer()["tensors"] for box in order_buffers]
     for position, tensors_of_rank in enumerate(descriptions):
-        assert shared <= tensors_of_rank.keys()
+        assert tensors_of_rank.keys() & shared in (shared, set())  # vLLM's loader leaves them out
         shapes = {name: tuple(shape) for name, (_, shape) in tensors_of_rank.items() if name not in shared}
         rows = [part for row in params for part in row.by_slot()]
         assert shapes == engine_shapes(rows, layout, position, experts)

@@ -62,7 +62,6 @@ def engine_args(config: Config, index: int) -> dict[str, Any]:
         "scheduler_cls": f"{_WORKER}.RecordingScheduler",
         "distributed_executor_backend": f"{_WORKER}.ForkingExecutor",
         "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
-        "skip_tokenizer_init": True,
         "generation_config": "vllm",  # no sampling parameters from the model's folder
         "disable_log_stats": True,
         "enable_prefix_caching": True,

@@ -32,7 +32,7 @@ _NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampl
 _NAMES |= {"no_stop_trim": "include_stop_str_in_output"}
 """SGLang's names of sampling parameters, and vLLM's."""
 _SAME_NAMES = frozenset(
-    "temperature top_p min_p stop_token_ids ignore_eos skip_special_tokens frequency_penalty presence_penalty "
+    "temperature top_p min_p stop stop_token_ids ignore_eos skip_special_tokens frequency_penalty presence_penalty "
     "repetition_penalty".split()
 )
 _ALL_TOKENS = (-1, 1 << 30)
@@ -157,11 +157,12 @@ class Server:
         is_stream = bool(body.get("stream"))
         if body.get("image_data"):
             raise Refused(400, "images are not supported with vLLM")
+        values = sampling_values(body["sampling_params"])
         params = SamplingParams(
-            **sampling_values(body["sampling_params"]),
+            **values,
             logprobs=0,  # of the sampled token alone
             flat_logprobs=True,
-            detokenize=False,
+            detokenize=bool(values.get("stop")),
             output_kind=RequestOutputKind.DELTA if is_stream else RequestOutputKind.FINAL_ONLY,
             extra_args={MASK: True} if body.get("return_sampling_mask") else None,
             routed_experts_prompt_start=body.get("routed_experts_start_len", 0),

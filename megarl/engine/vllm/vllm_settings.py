@@ -66,7 +66,7 @@ _MANAGED = {
     **dict.fromkeys(("kv_cache_memory_bytes", "gpu_memory_utilization"), "rollout.vllm.num_gpu_blocks_override"),
     "block_size": f"nothing: a block has {VLLM_BLOCK_TOKENS} tokens",
     "generation_config": "nothing: MegaRL gives each request its sampling parameters",
-    "skip_tokenizer_init": "nothing: MegaRL sends token ids",
+    **dict.fromkeys(("tokenizer", "tokenizer_mode", "skip_tokenizer_init"), "model.path"),
 }
 """Settings that MegaRL makes, and the key that determines each."""
 
