@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +135,32 @@ def test_records_routing_only_of_what_the_caller_lacks(running: RunningEngine) -
             assert len(joined) == len(whole.routing) - 1
 
     asyncio.run(run())
+
+
+def qwen2_tied(seed: int) -> PreTrainedModel:
+    """With a vocabulary that is no multiple of 64."""
+    return tiny_models.qwen2(seed, hidden_size=128, tie_word_embeddings=True, vocab_size=500)
+
+
+def llama(seed: int) -> PreTrainedModel:
+    return tiny_models.llama(seed, hidden_size=128)
+
+
+@pytest.mark.parametrize(
+    ("model", "tp"),
+    [
+        pytest.param(qwen2_tied, 2, id="qwen2"),
+        pytest.param(tiny_models.qwen3, 1, id="qwen3"),
+        pytest.param(llama, 1, id="llama"),
+        pytest.param(tiny_models.deepseek_v3, 2, id="deepseek_v3"),
+    ],
+)
+def test_other_families(
+    vllm_host: HostProcess, tmp_path: Path, model: Callable[[int], PreTrainedModel], tp: int
+) -> None:
+    with start_engine(vllm_host.path, model(0), tmp_path, engine="vllm", tp=tp) as running:
+        assert_matches_transformers(running.engine, running.model, 0)
+        check_orders(running, EngineLayout(tp), model(6), tmp_path)
 
 
 def test_drafts_of_deepseek_v3(vllm_host: HostProcess, tmp_path: Path) -> None:
