@@ -146,6 +146,7 @@ def llama(seed: int) -> PreTrainedModel:
     return tiny_models.llama(seed, hidden_size=128)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("model", "tp"),
     [
@@ -163,6 +164,7 @@ def test_other_families(
         check_orders(running, EngineLayout(tp), model(6), tmp_path)
 
 
+@pytest.mark.nightly
 def test_drafts_of_deepseek_v3(vllm_host: HostProcess, tmp_path: Path) -> None:
     """Greedy and sampled tokens with drafts have the policy's log-probs and masks, also after a weight sync of both."""
 
@@ -294,6 +296,7 @@ def list_children(pid: int) -> list[int]:
     return [int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()]
 
 
+@pytest.mark.nightly
 def test_a_killed_engine_is_lost_and_starts_again(running: RunningEngine, vllm_host: HostProcess) -> None:
     """If a worker is killed, all processes end, and their shared memory is removed."""
     engine, before = running.engine, shared_files()
