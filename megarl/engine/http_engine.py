@@ -37,6 +37,7 @@ _MAX_ATTEMPTS = 3
 _NOISE = re.compile(
     r"nanobind:| - (leaked|\.\.\. skipped)|See https://nanobind|\s*\^*\s*$"
     r"|\[[^]]*\] Ignore import error|Multi-thread loading shards"
+    r"|Loading safetensors checkpoint shards|Triton is installed|\[W.*NUMA binding"
 )
 """Lines that libraries print when a process starts and ends; they would hide the reason for a failure."""
 _MEMORY_TAGS = ("weights", "kv_cache", "cuda_graph")

@@ -211,7 +211,7 @@ class Server:
             meta["weight_versions"] = spans
         if body.get("return_sampling_mask"):
             mask = completion.sampling_mask
-            meta["output_token_sampling_mask"] = [list(map(int, row)) for row in mask.token_ids] if mask else []
+            meta["output_token_sampling_mask"] = mask.token_ids if mask else []
             meta["output_token_sampling_logprobs"] = logprobs
         else:
             meta["output_token_logprobs"] = [[value, token, None] for value, token in zip(logprobs, ids, strict=True)]
