@@ -84,7 +84,8 @@ FEATURES: dict[str, dict[str, Sequence[str]]] = {
         "CP2": ("parallel.tp=1", "parallel.ep=1", "parallel.cp=2"),
         "DP2 x EP2": ("parallel.tp=1", "parallel.ep=2"),
     },
-    "engine": {"SGLang": (), "vLLM": ("rollout.engine=vllm",)},
+    # An engine of vLLM's is within one machine, of which runs that sync changes have one for each rank.
+    "engine": {"SGLang": (), "vLLM": ("rollout.engine=vllm", "rollout.tp=1")},
     "optimizer states": {
         "on the device": (),
         "on the host": ("actor_optimizer.offload_fraction=1", "critic.optimizer.offload_fraction=0.5"),
