@@ -20,7 +20,7 @@ hash.
 {"do": "join"} -> {}: this model, a draft model, takes part in the next session.
 {"do": "keep", "tensors": [names], "factors": {name: [dtype, shape]}} -> {}: copy these tensors to the host, and create
 the factors of adapters, which "write" and "read" then find like tensors. Does nothing when it is repeated.
-{"do": "merge", "scale": s, "merges": [...]} -> {}: write the kept tensors with their adapters merged, see `_merge`.
+{"do": "merge", "scale": s, "merges": [...]} -> {}: write the kept tensors with adapters merged, see `merge_adapters`.
 {"do": "finish"} -> {}: the engine recomputes what it derives from weights.
 """
 
@@ -277,10 +277,10 @@ def _run_order(
             return {}
         case "keep":
             if model not in _ADAPTED:
-                _ADAPTED[model] = _keep(writable_tensors(model), order)
+                _ADAPTED[model] = keep_base(writable_tensors(model), order)
             return {}
         case "merge":
-            _merge(writable_tensors(model), _ADAPTED[model], order)
+            merge_adapters(writable_tensors(model), _ADAPTED[model], order)
             return {}
         case "finish":
             _TENSOR_CACHE.pop(model, None)
@@ -302,17 +302,18 @@ def _get_tensors(model: torch.nn.Module, sync_id: str | None) -> dict[str, torch
     return cached[1]
 
 
-class _Adapted(NamedTuple):
+class AdaptedModel(NamedTuple):
     """What a model's weights are merged from: those that it has loaded, on the host, and the factors, by name."""
 
     base: dict[str, torch.Tensor]
     factors: dict[str, torch.Tensor]
 
 
-_ADAPTED: WeakKeyDictionary[torch.nn.Module, _Adapted] = WeakKeyDictionary()
+_ADAPTED: WeakKeyDictionary[torch.nn.Module, AdaptedModel] = WeakKeyDictionary()
 
 
-def _keep(tensors: Mapping[str, torch.Tensor], order: Mapping[str, Any]) -> _Adapted:
+def keep_base(tensors: Mapping[str, torch.Tensor], order: Mapping[str, Any]) -> AdaptedModel:
+    """Copy tensors to the host, with their scales, and create zeros for factors, see "keep"."""
     names = [name for name in order["tensors"] if name in tensors]
     names += [name + SCALE_SUFFIX for name in names if tensors[name].dtype == FP8]
     base = {name: tensors[name].to("cpu", copy=True) for name in names}
@@ -321,10 +322,10 @@ def _keep(tensors: Mapping[str, torch.Tensor], order: Mapping[str, Any]) -> _Ada
         name: torch.zeros(shape, dtype=getattr(torch, dtype), device=some.device)
         for name, (dtype, shape) in order["factors"].items()
     }
-    return _Adapted(base, factors)
+    return AdaptedModel(base, factors)
 
 
-def _merge(tensors: Mapping[str, torch.Tensor], adapted: _Adapted, order: Mapping[str, Any]) -> None:
+def merge_adapters(tensors: Mapping[str, torch.Tensor], adapted: AdaptedModel, order: Mapping[str, Any]) -> None:
     """Write W + scale * B A into the parts of tensors that have adapters, with the bits that the trainer would send.
 
     For the entries of "merges" see `reshard.plan.adapters.Merge`. An FP8 tensor is dequantised to bfloat16 first, and
