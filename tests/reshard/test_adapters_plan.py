@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-SEEDS = (*(str(seed) for seed in range(12)), "40", "43", "50", "58", "25", "61", "1001", "1004")
-"""As in `test_executor.py`; the last ones have gated delta nets."""
-SPLIT_CASES = ("0/0,1/2,3", "14/0,1/2,3", "2/0,2/1,3", "40/0,2/1,3", "13/0,1,2/1,2,3", "64/3,1/0,2", "10/0,1/2")
+SEEDS = ("0", "1", "3", "5", "7", "10", "14", "40", "50", "25", "61", "1001")
+"""As in `test_executor.py`; the last one has gated delta nets."""
+SPLIT_CASES = ("0/0,1/2,3", "14/0,1/2,3", "13/0,1,2/1,2,3", "10/0,1/2")  # the last one fuses shared experts
 
 
 def test_engines_merge_the_same_bits_in_all_layouts(run_ranks: Callable[..., list[dict[str, Any]]]) -> None:
