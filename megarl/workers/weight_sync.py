@@ -128,8 +128,9 @@ class WeightSync:
             return True
         where = f"the weight sync of version {version}"
         self._has_lost_engine = False
-        base, sent = _split(local) if self.adapted else (local, local)
-        problems = find_shard_problems(base, self.params, self.plan.train, self.job.rank, self.num_experts)
+        weights = local.weights if isinstance(local, MergedWeights) else local
+        sent = self._select_sent(local)
+        problems = find_shard_problems(weights, self.params, self.plan.train, self.job.rank, self.num_experts)
         self._raise_if_any(problems + find_nonfinite(sent, self.job.rank), where)
         problems, lost = self._gather_live_problems(self._run_on_engine(lambda engine: engine.begin_update()))
         self.sent_bytes = self.whole_bytes = 0
@@ -198,7 +199,7 @@ class WeightSync:
             self.adapter_executor = self._make_executor(plan)
         for order, draft in self._adapter_orders("keep"):
             sender.send_order(order, draft)
-        self._run_executor(self.adapter_executor, _split(local)[1], sender, version)
+        self._run_executor(self.adapter_executor, self._select_sent(local), sender, version)
         for order, draft in self._adapter_orders("merge"):
             sender.send_order(order, draft)
         if self.is_verified:
@@ -206,6 +207,10 @@ class WeightSync:
             if wrong := self._select_mismatches(sender):
                 text = "the engine's weights with the adapters merged differ from the trainer's"
                 sender.errors.append(f"{text}: {', '.join(wrong[:3])} ({len(wrong)})")
+
+    def _select_sent(self, local: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Return what this rank sends in each weight sync: its weights, or its adapters alone."""
+        return local.adapters if self.adapted and isinstance(local, MergedWeights) else local
 
     def _adapter_orders(self, action: str) -> Iterator[tuple[dict[str, Any], bool]]:
         """Yield the order to keep or to merge for each model of this rank's engine, and whether it is the draft."""
@@ -373,8 +378,3 @@ class WeightSync:
             self._record_loss(error)
             return [str(error)]
         return []
-
-
-def _split(local: Mapping[str, torch.Tensor]) -> tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]:
-    """Return a rank's weights without their adapters, and the factors of these; both empty on a rank without."""
-    return (local.weights, local.adapters) if isinstance(local, MergedWeights) else ({}, {})
