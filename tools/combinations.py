@@ -72,7 +72,11 @@ FEATURES: dict[str, dict[str, Sequence[str]]] = {
         "agent": ("rollout.tools=[]", "rollout.environments=[example_agents:calculating]"),
     },
     "reward": {"function": (), "function and judge": (f"roles={json.dumps(JUDGE)}",)},
-    "weights": {"full": (), "LoRA": ("lora.rank=4",)},
+    "weights": {
+        "full": (),
+        "LoRA": ("lora.rank=4",),
+        "LoRA, adapters synced": ("lora.rank=4", "rollout.sync_adapters_only=true"),
+    },
     "drafts": {"none": (), "MTP": ("rollout.num_speculative_tokens=2",)},
     "weight sync": {
         "whole": (),

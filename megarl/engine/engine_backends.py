@@ -104,6 +104,7 @@ def _load(name: str) -> EngineBackend:
         raise ConfigError(f"rollout.engine={name}: {plugins.format_error(error)}") from error
 
 
-def plan_from_config(hf: HFConfig, config: Config) -> ReshardPlan:
-    """Plan the weight sync from the actor's ranks to the engines', as placed by `placement`. Raises ConfigError."""
-    return plan_for_layout(hf, config, engine_backend(config).layout(hf, config))
+def plan_from_config(hf: HFConfig, config: Config, adapters: bool = False) -> ReshardPlan:
+    """Plan the weight sync from the actor's ranks to the engines', as placed by `placement`, or that of the adapters
+    alone. Raises ConfigError."""
+    return plan_for_layout(hf, config, engine_backend(config).layout(hf, config), adapters)

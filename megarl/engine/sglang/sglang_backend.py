@@ -53,11 +53,12 @@ class SGLangBackend:
                         f"{rollout.num_speculative_tokens=} with rollout.sglang.{key}: not tested with attention data "
                         "parallelism; set only one of them"
                     )
-        if rollout.sync_changes_only and sglang.get("enable_weights_cpu_backup") is False:
-            raise ConfigError(
-                "rollout.sglang.enable_weights_cpu_backup=false with rollout.sync_changes_only: an engine that sleeps "
-                "would lose the weights that changes refer to; remove one of them"
-            )
+        for key in ("sync_changes_only", "sync_adapters_only"):
+            if getattr(rollout, key) and sglang.get("enable_weights_cpu_backup") is False:
+                raise ConfigError(
+                    f"rollout.sglang.enable_weights_cpu_backup=false with rollout.{key}: an engine that sleeps would "
+                    "lose the weights that are not sent; remove one of them"
+                )
         records = {"routing": config.train.routing_replay, "indices": index_shape(hf, config) is not None}
         for what in (name for name, is_recorded in records.items() if is_recorded):
             if (sglang.get("chunked_prefill_size") or 1) < 1:
