@@ -79,7 +79,11 @@ FEATURES: dict[str, dict[str, Sequence[str]]] = {
         "agent": ("rollout.tools=[]", "rollout.environments=[example_agents:calculating]"),
     },
     "reward": {"function": (), "function and judge": (f"roles={json.dumps(JUDGE)}",)},
-    "weights": {"full": (), "LoRA": ("lora.rank=4",)},
+    "weights": {
+        "full": (),
+        "LoRA": ("lora.rank=4",),
+        "LoRA, adapters synced": ("lora.rank=4", "rollout.sync_adapters_only=true"),
+    },
     "drafts": {"none": (), "MTP": ("rollout.num_speculative_tokens=2",)},
     "weight sync": {
         "whole": (),
@@ -91,6 +95,8 @@ FEATURES: dict[str, dict[str, Sequence[str]]] = {
         "CP2": ("parallel.tp=1", "parallel.ep=1", "parallel.cp=2"),
         "DP2 x EP2": ("parallel.tp=1", "parallel.ep=2"),
     },
+    # An engine of vLLM's is within one machine, of which runs that sync changes have one for each rank.
+    "engine": {"SGLang": (), "vLLM": ("rollout.engine=vllm", "rollout.tp=1")},
     "optimizer states": {
         "on the device": (),
         "on the host": ("actor_optimizer.offload_fraction=1", "critic.optimizer.offload_fraction=0.5"),
@@ -100,6 +106,7 @@ FEATURES: dict[str, dict[str, Sequence[str]]] = {
 _NO_CACHE = "an engine that sleeps while models use its device has no KV cache of the old weights left to continue with"
 
 _ONE_RANK = "an engine of one rank has all experts, so that there is nothing to place"
+_ADAPTERS = "an expert that moves needs all of its weights on another rank, which a sync of adapters does not send"
 
 REFUSED: dict[frozenset[Setting], str] = {
     frozenset({("generation", "async, in_place"), ("placement", "colocated")}): _NO_CACHE,
@@ -107,6 +114,8 @@ REFUSED: dict[frozenset[Setting], str] = {
     # By default the engines of both policies take turns on the same ranks; on ranks of their own they keep it.
     frozenset({("algorithm", "ppo and remax"), ("generation", "async, in_place")}): _NO_CACHE,
     frozenset({("routing", "replayed, experts placed"), ("placement", "some engines apart")}): _ONE_RANK,
+    frozenset({("routing", "replayed, experts placed"), ("engine", "vLLM")}): _ONE_RANK,
+    frozenset({("routing", "replayed, experts placed"), ("weights", "LoRA, adapters synced")}): _ADAPTERS,
 }
 """Pairs of settings that the dry run refuses, and why."""
 

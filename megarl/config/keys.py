@@ -396,6 +396,10 @@ class RolloutConfig:
     """Every N-th step, the weight sync places an engine's experts on its expert parallel ranks so that the tokens that
     they got since the last time are balanced (EPLB); 0 leaves them in place. The tokens are counted in the records of
     `train.routing_replay`. A sync that moves experts is verified in full."""
+    sync_adapters_only: bool = False
+    """With `lora.rank`: weight syncs send the adapters alone, and each engine rank merges them into the weights that it
+    has loaded from `model.path`, with the bits that a sync of all weights would give. The engines keep a copy of the
+    weights that have adapters in host memory, and if they sleep, one of all weights."""
     replay: PathStr = ""
     """Run folder whose recorded rollouts are used instead of generating: for training without engines, debugging and
     exact repeats. Each generation of a step gets the rollouts of the same generation of the recorded step, however they
@@ -403,9 +407,13 @@ class RolloutConfig:
     effect. `RUN@7` starts with the rollouts of step 7. With several policies, each replays its own
     recording."""
     engine: str = "sglang"
-    """Engine that generates: `sglang`, or a fork's own as `module:name`, see `megarl/engine/README.md`."""
+    """Engine that generates: `sglang`; `vllm`, on CPUs and for some model families; or a fork's own as `module:name`,
+    see `megarl/engine/README.md`."""
     sglang: dict[str, Any] = field(default_factory=dict)
     """Further fields of SGLang's ServerArgs, by SGLang's names."""
+    vllm: dict[str, Any] = field(default_factory=dict)
+    """Further fields of vLLM's AsyncEngineArgs, by vLLM's names; `megarl/engine/vllm/vllm_settings.py` lists those that
+    leave weights in place."""
 
     @property
     def eval_config(self) -> RolloutConfig:
