@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megarl.config import Config, ConfigError
 from megarl.engine.engine_backends import engine_backend
 from megarl.engine.engine_protocol import Engine, EngineError, GatherPayloads
+from megarl.engine.external_engines import ExternalEngines
 from megarl.engine.weight_sender import WeightSender
 from megarl.models.layout_algebra import HFConfig, Param
 from megarl.models.registry import family_of, num_trained_mtp
@@ -39,6 +40,7 @@ class WeightSync:
 
     engine: the engine that this rank leads, if any. collect: gathers over the ranks of this rank's engine. train_ranks,
     engine_ranks: see `build_plan`. is_lost: returns True if this error means that the engine is lost and must restart.
+    external: engines outside of the job that get the weights of this rank's engine.
     """
 
     def __init__(
@@ -51,8 +53,10 @@ class WeightSync:
         train_ranks: Sequence[int] | None = None,
         engine_ranks: Sequence[int] | None = None,
         is_lost: Callable[[EngineError], bool] = lambda error: False,
+        external: ExternalEngines | None = None,
     ) -> None:
         self.is_lost, self._has_lost_engine = is_lost, False
+        self.external = external
         self.hf, self.config, self.job, self.engine = hf, config, job, engine
         self.collect = gather_payloads
         family = family_of(hf)
@@ -138,6 +142,8 @@ class WeightSync:
             elif has_base:  # what a lost engine could not read back has reached others; the sync is repeated anyway
                 problems = []
         succeeded = not (problems or lost)
+        if self.external is not None:
+            self.external.commit(version if succeeded else None)
         end_problems, lost_at_end = self._gather_live_problems(
             self._run_on_engine(lambda engine: engine.end_update(version if succeeded else None))
         )
@@ -161,6 +167,8 @@ class WeightSync:
         self._run_executor(local, sender, version)
         for draft in self._draft_flags if self.engine_rank is not None else ():
             sender.send_order({"do": "finish"}, draft)
+        if self.external is not None:
+            self.external.finish()
 
     def _run_executor(
         self, local: Mapping[str, torch.Tensor], sender: WeightSender, version: int, compare: bool = False
@@ -169,11 +177,25 @@ class WeightSync:
             verify_every = self.config.rollout.verify_weights_every
             self.executor = Executor(self.plan, self.job.rank, verify_every, device.allocate_shared)
 
+        external = None if compare else self.external
+
         def share(buckets: Sequence[torch.Tensor]) -> None:
             sender.open(buckets, self.plan.engine.draft)
+            if external is not None:
+                external.begin(len(buckets[0]))
+
+        def send(buffer: torch.Tensor, order: dict[str, Any], draft: bool) -> None:
+            sender(buffer, order, draft)
+            if external is not None:
+                external.write(buffer, order, draft)
+
+        def wait() -> None:
+            sender.wait_pending()
+            if external is not None:
+                external.wait()
 
         try:
-            self.executor.sync(local, sender, version, sender.wait_pending, compare, share)
+            self.executor.sync(local, send, version, wait, compare, share)
         except BaseException as error:
             sender.close_channel()  # the engine process waits for orders
             if isinstance(error, WeightSyncError):
