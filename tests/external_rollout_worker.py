@@ -4,7 +4,7 @@ The environment variable EXTERNAL_ENGINE holds the address at which an engine ou
 
 - Step 1 starts it, and adds it to the run.
 - Step 3 stops its program (SIGSTOP) before the step's requests, kills it when the first conversation has finished on
-  the run's own engine, and starts it again before the weight sync.
+  the run's own engine, at the latest before the weight sync, and starts it again.
 - Step 4 removes it from the run.
 """
 
@@ -17,12 +17,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import external_engine
+
 from megarl.types import Rollout, Rollouts
 from megarl.workers.actor import ActorWorker
 from megarl.workers.context import Context
 from megarl.workers.rollout import RolloutWorker
-
-TOOL = str(Path(__file__).resolve().parent.parent / "tools/engines.py")
 
 
 class ExternalRolloutWorker(RolloutWorker):
@@ -34,17 +34,22 @@ class ExternalRolloutWorker(RolloutWorker):
         context.on_rollout_finished.subscribe(self._on_rollout_finished)
 
     def generate(self, *arguments: Any, **named: Any) -> Rollouts:
+        if self.engines.lead_engine is not None:
+            self._change_pool()
+        return super().generate(*arguments, **named)
+
+    def _change_pool(self) -> None:
         if self.step == 1:
             self._start_server()
             self._tool("add", self._address)
             print(self._tool("list"), flush=True)
-        if self.step == 3 and self._server is not None:
+        if self.step == 3:
             print(self._tool("list"), flush=True)
             self._is_stopped = True
+            assert self._server is not None
             self._server.send_signal(signal.SIGSTOP)
         if self.step == 4:
             self._tool("remove", self._address)
-        return super().generate(*arguments, **named)
 
     def _on_rollout_finished(self, rollout: Rollout) -> None:
         if self._is_stopped and self._server is not None:
@@ -52,7 +57,9 @@ class ExternalRolloutWorker(RolloutWorker):
             self._end_server()
 
     def update_weights(self, actor: ActorWorker) -> None:
-        if self.step == 3:
+        if self.step == 3 and self.engines.lead_engine is not None:
+            self._is_stopped = False
+            self._end_server()  # in an asynchronous run all conversations may have finished before
             self._start_server()
         super().update_weights(actor)
 
@@ -61,20 +68,14 @@ class ExternalRolloutWorker(RolloutWorker):
         self._end_server()
 
     def _start_server(self) -> None:
-        command = [sys.executable, TOOL, "serve", self.config.run.dir, "--listen", self._address, "--threads", "1"]
-        command += ["--out", f"{self.config.run.dir}/external"]
-        self._server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert self._server.stdout is not None
-        for line in self._server.stdout:
-            if line.startswith("ready"):
-                return
-        raise AssertionError("the external engine did not start")
+        folder = self.config.run.dir
+        self._server = external_engine.start(folder, self._address, Path(folder, "external"))
 
     def _end_server(self) -> None:
         if self._server is not None:
-            self._server.kill()
-            self._server.wait()
+            external_engine.end(self._server)
+            self._server = None
 
     def _tool(self, command: str, *arguments: str) -> str:
-        done = [sys.executable, TOOL, command, self.config.run.dir, *arguments]
+        done = [sys.executable, external_engine.TOOL, command, self.config.run.dir, *arguments]
         return subprocess.run(done, check=True, stdout=subprocess.PIPE, text=True).stdout

@@ -32,7 +32,8 @@ JUDGE = {
         "options": {"prompt": "{answer} {ground_truth}?", "request": {"max_tokens": 12, "regex": "Score: [0-9]"}},
     },
 }
-"""Roles of a reward that a model on engines of its own gives. MODEL is the folder of the model."""
+"""Roles of a reward that a model on engines of its own gives. MODEL is the folder of the model, and below PORT that of
+an engine outside of the job."""
 
 FEATURES: dict[str, dict[str, Sequence[str]]] = {
     "algorithm": {
@@ -62,6 +63,7 @@ FEATURES: dict[str, dict[str, Sequence[str]]] = {
             "placement={actor: 0-1, rollout: all}",
         ),
     },
+    "pool": {"of the job": (), "and outside of it": ("rollout.external=[127.0.0.1:PORT]",)},
     "correction": {kind: (f"correction.kind={kind}",) for kind in ("none", "tis", "icepop", "mis", "reject")},
     "routing": {"own": (), "replayed": ("train.routing_replay=true",)},
     "sampling": {"full": (), "truncated": ("rollout.top_p=0.9", "rollout.top_k=50")},
