@@ -15,8 +15,9 @@ def start(
     config: str, address: str, out: Path, settings: Sequence[str] = (), environment: Mapping[str, str] | None = None
 ) -> subprocess.Popen[str]:
     """Start an engine that listens at `address`, and return its process once it is ready."""
-    command = [sys.executable, TOOL, "serve", config, "--listen", address, "--out", str(out), "--threads", "1"]
-    process = subprocess.Popen([*command, *settings], stdout=subprocess.PIPE, text=True, env=environment)
+    command = [sys.executable, TOOL, "serve", config, *settings]
+    command += ["--listen", address, "--out", str(out), "--threads", "1"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     assert process.stdout is not None
     lines = []
     for line in process.stdout:

@@ -1,7 +1,7 @@
 """Engines outside of a job: start one on any machine, and let a running job use it, or stop using it.
 
-    .venv/bin/python tools/engines.py serve CONFIG --listen HOST:PORT [--out FOLDER] [--threads N]
-                                               [section.key=value ...]
+    .venv/bin/python tools/engines.py serve CONFIG [section.key=value ...] --listen HOST:PORT
+                                                                      [--out FOLDER] [--threads N]
     .venv/bin/python tools/engines.py add RUN HOST:PORT
     .venv/bin/python tools/engines.py remove RUN HOST:PORT
     .venv/bin/python tools/engines.py list RUN

@@ -45,18 +45,20 @@ class ExternalEngine:
 
     def call(self, order: dict[str, Any], data: torch.Tensor | None = None) -> None:
         """Send an order for weights and wait for its answer. Raises WireError."""
-        assert self.wire is not None
-        self.wire.send(order, data)
-        if errors := self.wire.receive()["errors"]:
+        wire = self.wire
+        if wire is None:  # its requests have failed meanwhile
+            raise WireError(self.problem)
+        wire.send(order, data)
+        if errors := wire.receive()["errors"]:
             raise WireError(errors[0])
 
     def drop(self, problem: str) -> None:
         """Give it up until the next weight sync."""
         self.problem = self.problem or problem
         self.version, self.is_syncing = None, False
-        if self.wire is not None:
-            self.wire.close()
-            self.wire = None
+        wire, self.wire = self.wire, None
+        if wire is not None:
+            wire.close()
 
 
 class ExternalEngines:
@@ -86,9 +88,12 @@ class ExternalEngines:
         assigned = addresses[self._index :: self._num_engines]
         if assigned and not self._facts:
             self._facts = describe_engine(self._config)
-        for address in set(self._engines) - set(assigned):
-            self._engines.pop(address).drop("it was removed")
-        self._engines = {address: self._engines.get(address) or ExternalEngine(address) for address in assigned}
+        engines = self._engines
+        # A new mapping, since the generation thread may be reading the old one.
+        self._engines = {address: engines.get(address) or ExternalEngine(address) for address in assigned}
+        for address in engines.keys() - self._engines.keys():
+            engines[address].drop("it was removed")
+            self._reported.pop(address, None)
 
     def usable(self, version: int | None) -> list[ExternalEngine]:
         """Return the engines with the weights of this version. On the lead; not collective."""
