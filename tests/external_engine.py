@@ -1,4 +1,4 @@
-"""Start `tools/engines.py serve` for a run of a test."""
+"""Start `tools/engine_pool.py serve` for a run of a test."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-TOOL = str(Path(__file__).resolve().parent.parent / "tools/engines.py")
+TOOL = str(Path(__file__).resolve().parent.parent / "tools/engine_pool.py")
 
 
 def start(

@@ -395,9 +395,9 @@ class RolloutConfig:
     effect. `RUN@7` starts with the rollouts of step 7. With several policies, each replays its own
     recording."""
     external: tuple[str, ...] = ()
-    """Addresses HOST:PORT of engines outside of the job, which `tools/engines.py serve` starts from the same
+    """Addresses HOST:PORT of engines outside of the job, which `tools/engine_pool.py serve` starts from the same
     configuration. They get the weights of each weight sync over TCP and take part of the requests, on top of the run's
-    own engines; `rollout.concurrency` stays the same. May change in any step, see `tools/engines.py add`. One that
+    own engines; `rollout.concurrency` stays the same. May change in any step, see `tools/engine_pool.py add`. One that
     dies loses no sample, and is used again from the weight sync that finds it back."""
     engine: str = "sglang"
     """Engine that generates: `sglang`, or a fork's own as `module:name`, see `megarl/engine/README.md`."""

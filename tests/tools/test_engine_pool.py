@@ -1,4 +1,4 @@
-"""`engines`: the pool of a run in its control.yaml. `serve` runs in `tests/test_external_engines_end_to_end.py`."""
+"""`engine_pool`: the pool of a run in its control.yaml. `serve` runs in `tests/test_external_engines_end_to_end.py`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megarl.config.command_line import run_cli
 
 pytestmark = pytest.mark.alone
 
-MAIN = runpy.run_path(str(Path(__file__).resolve().parents[2] / "tools/engines.py"))["main"]
+MAIN = runpy.run_path(str(Path(__file__).resolve().parents[2] / "tools/engine_pool.py"))["main"]
 FIRST, SECOND = "127.0.0.1:1", "10.0.0.5:7000"
 
 
@@ -24,7 +24,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
-    monkeypatch.setattr(sys, "argv", ["engines.py", *map(str, arguments)])
+    monkeypatch.setattr(sys, "argv", ["engine_pool.py", *map(str, arguments)])
     return run_cli(MAIN)
 
 

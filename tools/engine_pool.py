@@ -1,10 +1,10 @@
 """Engines outside of a job: start one on any machine, and let a running job use it, or stop using it.
 
-    .venv/bin/python tools/engines.py serve CONFIG [section.key=value ...] --listen HOST:PORT
+    .venv/bin/python tools/engine_pool.py serve CONFIG [section.key=value ...] --listen HOST:PORT
                                                                       [--out FOLDER] [--threads N]
-    .venv/bin/python tools/engines.py add RUN HOST:PORT
-    .venv/bin/python tools/engines.py remove RUN HOST:PORT
-    .venv/bin/python tools/engines.py list RUN
+    .venv/bin/python tools/engine_pool.py add RUN HOST:PORT
+    .venv/bin/python tools/engine_pool.py remove RUN HOST:PORT
+    .venv/bin/python tools/engine_pool.py list RUN
 
 `serve` starts an engine with the model and the `rollout` settings of CONFIG, a configuration file or a run folder, on
 `rollout.tp` devices of this machine, and generates for whichever run connects to it. It must be the configuration of
