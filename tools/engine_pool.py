@@ -13,8 +13,8 @@ of the user's home folder, or of MEGARL_ENGINE_SECRET. Logs go to FOLDER (defaul
 
 `add` and `remove` change `rollout.external` in the control.yaml of a run folder, which the run reads at the start of
 each step: a new engine gets weights at the end of that step, and requests from the next one on. A run can also start
-with rollout.external=[HOST:PORT,...]. An engine may be stopped and started again at any time. `list` shows the engines
-of a run, and what each one does.
+with rollout.external=[HOST:PORT,...]; then they take part from step 2 on, or at once if the run resumes. An engine may
+be stopped and started again at any time. `list` shows the engines of a run, and what each one does.
 """
 
 from __future__ import annotations
