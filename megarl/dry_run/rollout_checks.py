@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from megarl.config import Config, ConfigError, RolloutConfig
 from megarl.config.keys import max_pending_groups
 from megarl.engine.external_wire import parse_address
+from megarl.models.memory import VLLM_BLOCK_TOKENS
 from megarl.parallel.placement import engine_ranks, has_model, placement_of, split_role
 from megarl.parallel.policy_configs import engine_key, policy_config
 from megarl.parallel.rendezvous import PUBLIC_NETWORK_ENV
@@ -92,6 +93,11 @@ def check_external(config: Config, declared: Requirements) -> None:
                 f"{key} with algorithm={declared.name}: engines outside of the job generate only with weights that a "
                 "trainer has sent them, and nothing trains here; remove it"
             )
+        if rollout.external and rollout.sync_adapters_only and not rollout.replay:
+            raise ConfigError(
+                f"{key} with rollout.sync_adapters_only: adapters are merged into weights that an engine has loaded, "
+                "of which nothing is known outside of the job; set the second to false"
+            )
         for text in rollout.external:
             try:
                 host, port = parse_address(text)
@@ -145,9 +151,12 @@ def check_timeouts(config: Config, warnings: list[str]) -> None:
             "step; lower the first or raise the second"
         )
     concurrency = rollout.concurrency
-    if isinstance(max_requests := rollout.sglang.get("max_running_requests"), int) and max_requests > 0:
+    max_requests = rollout.sglang.get("max_running_requests", rollout.vllm.get("max_num_seqs"))
+    if isinstance(max_requests, int) and max_requests > 0:
         concurrency = min(concurrency, max_requests)
-    if isinstance(max_tokens := rollout.sglang.get("max_total_tokens"), int) and max_tokens > 0:
+    blocks = rollout.vllm.get("num_gpu_blocks_override")
+    max_tokens = rollout.sglang.get("max_total_tokens", blocks * VLLM_BLOCK_TOKENS if isinstance(blocks, int) else 0)
+    if isinstance(max_tokens, int) and max_tokens > 0:
         concurrency = max(1, min(concurrency, max_tokens // rollout.max_context))
     engines = len(engine_ranks(config))
     steps = 1 + rollout.max_staleness if rollout.asynchronous else 1  # whose conversations share an engine
@@ -159,7 +168,7 @@ def check_timeouts(config: Config, warnings: list[str]) -> None:
         f"an engine's {conversations} rollouts {scope}, of up to {tokens_per_rollout} tokens and {concurrency} at "
         f"once, so in {num_waves} waves,"
     )
-    more_room = "raise it, or give the engines more room (rollout.sglang.max_total_tokens, rollout.concurrency)"
+    more_room = "raise it, or give the engines more room (rollout.concurrency, the size of their KV cache)"
     for key, limit, tokens, subject, remedy in (
         ("request_timeout", rollout.request_timeout, rollout.max_new_tokens, answer, "raise it or lower the other"),
         ("step_timeout", rollout.step_timeout, num_waves * tokens_per_rollout, rollouts, more_room),

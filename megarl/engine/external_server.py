@@ -53,7 +53,7 @@ def describe_engine(config: Config) -> dict[str, Any]:
     values: dict[str, Any] = {"config.json of model.path": hashlib.blake2b(hf.encode(), digest_size=16).hexdigest()}
     values |= {"model.dtype": config.model.dtype}
     values |= {"train.routing_replay": train.routing_replay, "train.sparse_index_replay": train.sparse_index_replay}
-    names = ("engine", "tp", "ep", "sglang", "num_speculative_tokens", "max_context", "top_p", "top_k", "min_p")
+    names = ("engine", "tp", "ep", "sglang", "vllm", "num_speculative_tokens", "max_context", "top_p", "top_k", "min_p")
     return values | {f"rollout.{name}": getattr(rollout, name) for name in names}
 
 

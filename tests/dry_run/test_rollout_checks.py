@@ -151,6 +151,12 @@ def test_external_engines_need_a_trainer() -> None:
         check_external(config, load_requirements(config))
 
 
+def test_external_engines_get_whole_weights() -> None:
+    config = make_config(external=["10.0.0.5:7000"], sync_adapters_only=True)
+    with pytest.raises(ConfigError, match="rollout.external with rollout.sync_adapters_only: .* set the second"):
+        check_external(config, load_requirements(config))
+
+
 def test_an_external_engine_has_one_policy() -> None:
     algorithm = "megarl.controllers.policies:PPOAndReMaxController"
     config = from_dict({"algorithm": algorithm, "rollout": {"external": ["10.0.0.5:7000"]}})
