@@ -79,9 +79,10 @@ FEATURES: dict[str, dict[str, Sequence[str]]] = {
         "CP2": ("parallel.tp=1", "parallel.ep=1", "parallel.cp=2"),
         "DP2 x EP2": ("parallel.tp=1", "parallel.ep=2"),
     },
-    "optimizer states": {
-        "on the device": (),
-        "on the host": ("actor_optimizer.offload_fraction=1", "critic.optimizer.offload_fraction=0.5"),
+    "optimizer": {
+        "AdamW": (),
+        "AdamW on the host": ("actor_optimizer.offload_fraction=1", "critic.optimizer.offload_fraction=0.5"),
+        "Muon": ("actor_optimizer.type=muon", "critic.optimizer.type=muon"),
     },
 }
 

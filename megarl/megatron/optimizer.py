@@ -114,7 +114,9 @@ def build_optimizer(config: OptimizerConfig, chunks: Sequence[torch.nn.Module], 
     """
     is_offloaded, is_muon = config.offload_fraction > 0, config.type == "muon"
     if is_muon and not HAVE_EMERGING_OPTIMIZERS:
-        raise ConfigError("optimizer type muon: the package emerging-optimizers is not installed; run launch/install.sh")
+        raise ConfigError(
+            "optimizer type muon: the package emerging-optimizers is not installed; run launch/install.sh"
+        )
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer=config.type,
