@@ -1,8 +1,8 @@
 """Muon by Megatron's layer-wise distributed optimizer: each matrix is updated, whole, by one data parallel rank.
 
-Gradients are reduce-scattered and weights gathered as with AdamW, by buffers that are laid out so that no matrix crosses
-the border between two ranks' shards. A rank has fp32 masters and momentum of its matrices alone. Other parameters are in
-buffers of their own, with Megatron's distributed optimizer.
+Gradients are reduce-scattered and weights gathered as with AdamW, by buffers that are laid out so that no matrix
+crosses the border between two ranks' shards. A rank has fp32 masters and momentum of its matrices alone. Other
+parameters are in buffers of their own, with Megatron's distributed optimizer.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def lay_out(chunks: Sequence[torch.nn.Module], ddp: DistributedDataParallelConfi
     is_first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
     bucket_size = (ddp.bucket_size or max(40_000_000, 1_000_000 * dp)) if ddp.overlap_grad_reduce and is_first else None
     for module in (module for chunk in chunks for module in chunk.modules() if isinstance(module, torch.nn.Embedding)):
-        module.weight.is_embedding_or_output_parameter = True  # of a vision tower; Megatron marks its own
+        module.weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]  # of a vision tower; Megatron marks its own
     tag_params_for_buffer_routing(chunks)
     return [
         LayerWiseDistributedOptimizer.compute_full_param_layout(

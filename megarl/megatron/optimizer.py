@@ -42,8 +42,8 @@ def local_state_shards(part: Any, model_state: dict[str, Any]) -> list[ShardedTe
     sharded_by_param, shards = _sharded_by_param(model_state), list[ShardedTensor]()
     if isinstance(part, LayerWiseOptimizer):
         for param, states in part.states():
-            for name, state in states.items():
-                shards += _shard_flat_range(sharded_by_param[param], f"optimizer.state.{name}.", state.view(-1), 0)
+            for name, value in states.items():
+                shards += _shard_flat_range(sharded_by_param[param], f"optimizer.state.{name}.", value.view(-1), 0)
         return shards
     for buffer in part.gbuf_ranges:
         for bucket in (bucket for buckets in buffer.values() for bucket in buckets):
@@ -256,7 +256,8 @@ def _dist_optimizers(optimizer: Any) -> list[tuple[str, Any]]:
 
 def _layer_wise_optimizers(optimizer: Any) -> dict[str, LayerWiseOptimizer]:
     """Return the layer-wise optimizer of matrices by name; empty with AdamW alone."""
-    return {"muon": part for part in optimizer.chained_optimizers if isinstance(part, LayerWiseOptimizer)}
+    parts = (part for part in optimizer.chained_optimizers if isinstance(part, LayerWiseOptimizer))
+    return dict(zip(["muon"], parts, strict=False))
 
 
 def _inner_optimizers(optimizer: Any, on_host: bool = True) -> list[torch.optim.Optimizer]:

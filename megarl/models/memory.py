@@ -456,7 +456,7 @@ def stage_matrices(
 
     def sizes_of(names: Collection[int | str], field: str) -> tuple[int, ...]:
         rows = (row for part, row in matrices if part in names and row.field == field)
-        return tuple(row.size for row in rows for _ in range(row.count))
+        return tuple(row.size for row in rows for _ in range(row.copies))
 
     return [(sizes_of(set(names), "dense"), sizes_of(set(names), "expert")) for names in _parts_of_stages(stages)]
 
@@ -488,14 +488,14 @@ class _Row(NamedTuple):
 
     field: str  # of `ElementCounts`
     size: int
-    count: int
+    copies: int
     is_matrix: bool  # that Muon updates
 
 
 def _count_elements(*arguments: Any) -> dict[int | str, ElementCounts]:
     """Return the element counts of the rows of `_list_rows`."""
     return {
-        part: _sum(ElementCounts(**{row.field: row.size * row.count}) for row in rows)
+        part: _sum(ElementCounts(**{row.field: row.size * row.copies}) for row in rows)
         for part, rows in _list_rows(*arguments).items()
     }
 

@@ -1,8 +1,8 @@
 """Muon on two ranks: two updates compared with transformers' gradients and a Muon written out, and all that keeps or
 moves its states.
 
-Arguments: a folder for checkpoints, and the cases of `CASES` to run, separated by semicolons. Prints for each what differs
-and what is equal.
+Arguments: a folder for checkpoints, and the cases of `CASES` to run, separated by semicolons. Prints for each what
+differs and what is equal.
 """
 
 from __future__ import annotations
