@@ -5,6 +5,7 @@
 #   NNODES=2 NODE_RANK=1 MASTER_ADDR=10.0.0.1 bash launch/multi_node.sh CONFIG [key=value ...]     on the second
 #
 # MASTER_ADDR is an address of the first node that the others can reach, MASTER_PORT (29500) a free port on it.
+# MEGARL_SPARES=1 on all nodes: the node with NODE_RANK=2 (NNODES) waits, and replaces one that fails.
 # Nodes authenticate with a secret in your home directory; if they share none, export the same MEGARL_SECRET on all.
 # If a node has several networks, select one: GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0.
 set -euo pipefail

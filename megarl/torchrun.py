@@ -3,6 +3,8 @@
 Torch's agent turns a signal into a traceback, kills ranks 30 seconds after it, and reports every failure as status 1 in
 dozens of lines. Here ranks get time to save, `launch/restarts.py` decides on restarts, on all nodes alike
 (`launch/nodes.py`), and each node ends with one line and an exit status of `launch/exit_status.py`.
+
+MEGARL_SPARES=S starts S further nodes, with the numbers from --nnodes on, that replace nodes which fail.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from pathlib import Path
 from megarl import __version__
 from megarl.launch import launcher
 from megarl.launch.exit_status import signal_name
-from megarl.launch.nodes import MultiNode, NodeReport, decide_restart
+from megarl.launch.nodes import SPARES_ENV, MultiNode, NodeReport, decide_restart, parse_spares
 from megarl.launch.restarts import RestartDecision, RestartPolicy, RestartTracker
 from megarl.parallel.job_secret import SealedPickle, launcher_key
 from megarl.processes import node
@@ -131,12 +133,19 @@ def _run_with_restarts(options: argparse.Namespace, supervisor: _AgentSupervisor
     from megarl.parallel.rendezvous import serve_local_store
 
     is_static, count = options.rdzv_backend == "static", int(str(options.nnodes).rpartition(":")[2])
+    spares = parse_spares(os.environ.get(SPARES_ENV, ""))
     may_restart = is_static or options.standalone  # with other rendezvous backends, nodes do not hear of each other
     tracker, nodes = RestartTracker(), None
     if is_static and count > 1 and not options.standalone:
-        nodes = MultiNode(int(options.node_rank), count, options.master_addr, int(options.master_port))
+        nodes = MultiNode(int(options.node_rank), count, options.master_addr, int(options.master_port), spares)
+    elif spares:
+        raise ValueError(f"{SPARES_ENV}={spares} needs several nodes, and torchrun's default --rdzv-backend")
 
-    def attempt(environment: Mapping[str, str]) -> tuple[NodeReport, RestartPolicy | None]:
+    def attempt(environment: Mapping[str, str]) -> tuple[NodeReport | None, RestartPolicy | None]:
+        if nodes is not None:
+            if nodes.node_rank is None:
+                return None, None  # a spare
+            options.node_rank = nodes.node_rank
         os.environ.update({**supervisor.messages.environment, **environment})
         supervisor.begin_attempt()
         with contextlib.ExitStack() as stack:
@@ -148,10 +157,10 @@ def _run_with_restarts(options: argparse.Namespace, supervisor: _AgentSupervisor
         supervisor.nodes, supervisor.notice_deadline = None, float("inf")  # the ranks have exited
         if nodes is not None and report.has_failed:
             nodes.announce_failure()
-        is_deciding = int(options.node_rank) == 0 and may_restart
+        is_deciding = int(options.node_rank) == 0 and may_restart  # node 0 is never replaced
         return report, supervisor.messages.restart_policy() if is_deciding else None
 
-    def decide(report: NodeReport, policy: RestartPolicy | None) -> RestartDecision:
+    def decide(report: NodeReport | None, policy: RestartPolicy | None) -> RestartDecision:
         return decide_restart(tracker, [report], policy) if nodes is None else nodes.decide_next(report, policy)
 
     return launcher.run_with_restarts(attempt, decide)  # a signal between two attempts ends this process

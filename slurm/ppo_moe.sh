@@ -9,7 +9,7 @@
 # like those of the job. Options on sbatch's command line take precedence over the SBATCH lines below. Shortly before
 # its time limit the job saves a checkpoint and requeues itself. After a crash it requeues itself, too, if it was
 # requeued fewer than MEGARL_REQUEUES (20) times. launch/README.md describes containers (MEGARL_SRUN, MEGARL_INSIDE),
-# networks, and restarts without a requeue.
+# networks, spare nodes (MEGARL_SPARES), and restarts without a requeue.
 #
 #SBATCH --job-name=megarl
 #SBATCH --nodes=64
@@ -33,9 +33,12 @@ set -- "$config" "$@"
 
 unset NODE_RANK
 MEGARL_SECRET=${MEGARL_SECRET:-$(od -An -tx8 -N32 /dev/urandom | tr -d ' \n')} && export MEGARL_SECRET
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} MEGARL_LEAVE_OUT=$PWD/.leave-out-$SLURM_JOB_ID
-rm -f "$MEGARL_LEAVE_OUT"
-nodes=${SLURM_JOB_NUM_NODES:-1} count=${SLURM_RESTART_COUNT:-0} check=()
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+export MEGARL_LEAVE_OUT=$PWD/.leave-out-$SLURM_JOB_ID MEGARL_STATUS=$PWD/.status-$SLURM_JOB_ID
+rm -f "$MEGARL_LEAVE_OUT" "$MEGARL_STATUS"
+spares=${MEGARL_SPARES:-0} count=${SLURM_RESTART_COUNT:-0} check=()
+case $spares in *[!0-9]*) echo "error: MEGARL_SPARES=$spares must be the number of spare nodes" >&2 && exit 2; esac
+nodes=$((${SLURM_JOB_NUM_NODES:-1} - spares))
 [ -z "${MEGARL_SRUN:-}" ] || check=(srun --nodes=1 --ntasks=1)  # check with the container's Python, not this node's
 # shellcheck disable=SC2086  # MEGARL_SRUN and MEGARL_INSIDE are lists of words
 ranks=$("${check[@]}" ${MEGARL_SRUN:-} ${MEGARL_INSIDE:-} \
@@ -44,16 +47,19 @@ first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 # Use the address that Slurm has for the node: other nodes may not resolve its host name, or two nodes may share it.
 address=$(scontrol show node "$first" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
 port=$((20000 + SLURM_JOB_ID % 10000))
-echo "job $SLURM_JOB_ID, start $count: $nodes nodes x $ranks ranks on $SLURM_JOB_NODELIST, rendezvous at $address:$port"
+echo "job $SLURM_JOB_ID, start $count: $nodes nodes x $ranks ranks, $spares spare nodes, on $SLURM_JOB_NODELIST, rendezvous at $address:$port"
 
 # USR1 asks the ranks to save but reaches every process of the step: ignore it until the ranks handle it. A step gets
-# only one CPU unless it requests more. The launchers of all nodes end together; --wait is for one that cannot.
+# only one CPU unless it requests more. The launchers of all nodes end together; --wait is for one that cannot. With
+# spares the others outlive a lost node.
+limit=(--wait=120)
+[ "$spares" = 0 ] || limit=(--wait=0 --no-kill)
 launch='trap "" USR1
-    exec .venv/bin/python -m megarl.torchrun --nnodes "$SLURM_NNODES" --node-rank "$SLURM_NODEID" \
-        --nproc-per-node "$0" --master-addr "$1" --master-port "$2" -m megarl.train "${@:3}"'
+    exec .venv/bin/python -m megarl.torchrun --nnodes "$1" --node-rank "$SLURM_NODEID" \
+        --nproc-per-node "$0" --master-addr "$2" --master-port "$3" -m megarl.train "${@:4}"'
 # shellcheck disable=SC2086
-srun --ntasks="$nodes" --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" --cpu-bind=none --kill-on-bad-exit=0 --wait=120 \
-    ${MEGARL_SRUN:-} ${MEGARL_INSIDE:-} bash -c "$launch" "$ranks" "$address" "$port" "$@" &
+srun --ntasks="$((nodes + spares))" --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" --cpu-bind=none --kill-on-bad-exit=0 "${limit[@]}" \
+    ${MEGARL_SRUN:-} ${MEGARL_INSIDE:-} bash -c "$launch" "$ranks" "$nodes" "$address" "$port" "$@" &
 step=$!
 asked=
 trap 'asked=yes
@@ -63,6 +69,8 @@ status=0
 while kill -0 $step 2>/dev/null; do
     wait $step && status=0 || status=$?  # a trapped signal ends `wait` early
 done
+status=$(cat "$MEGARL_STATUS" 2>/dev/null || echo "$status")  # that of the run, also if a node was lost and replaced
+rm -f "$MEGARL_STATUS"
 
 case $status in  # exit statuses of megarl/launch/exit_status.py
 0 | 2 | 86) exit "$status" ;;  # done; a user error; a repeated fault

@@ -5,6 +5,7 @@ The first run has an engine. It is stopped and resumed; the others replay its ro
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -202,13 +203,12 @@ def test_error_names_nonfinite_values(full_run: Path, folder: Path, tmp_path: Pa
 
 
 def test_grpo_with_the_reward_model_on_its_own_rank(folder: Path, host: str, tmp_path: Path) -> None:
-    """Routing replay sends the engine's routing to the actor's rank. The replay on one rank has no routing records, but
-    with one update per step the trainer chooses the same experts."""
+    """Routing replay sends the engine's routing to the actor's rank, and the replay on one rank uses its record."""
     model = tmp_path / "reward_model"
     make_reward_model(folder / "model", model)
     overrides = ["algorithm=grpo", "reward.functions=[]", f"reward.model={model}", "run.save_every=0"]
-    overrides += ["kl.apply_to=reward", "run.num_update=1", "run.ppo_epochs=1"]
-    split = [*SPLIT, "placement={actor: 0, reward: 1, rollout: 2}", "train.routing_replay=true"]
+    overrides += ["kl.apply_to=reward", "run.num_update=1", "run.ppo_epochs=1", "train.routing_replay=true"]
+    split = [*SPLIT, "placement={actor: 0, reward: 1, rollout: 2}"]
     train(folder, tmp_path / "split", *split, *overrides, host=host)
     rows = read_steps(tmp_path / "split")
     assert [row["step"] for row in rows] == [1, 2, 3]
@@ -226,9 +226,10 @@ def test_grpo_with_the_reward_model_on_its_own_rank(folder: Path, host: str, tmp
 
 
 def make_reward_model(policy: Path, target: Path) -> None:
-    """Save a reward model: the policy with a random scalar head."""
+    """Save a reward model: the policy with a random scalar head. It uses all experts, so that none of them can tie."""
     torch.manual_seed(0)
-    model = AutoModelForSequenceClassification.from_pretrained(policy, num_labels=1, dtype=torch.float32)
+    experts = {"num_experts_per_tok": json.loads((policy / "config.json").read_text())["num_experts"]}
+    model = AutoModelForSequenceClassification.from_pretrained(policy, num_labels=1, dtype=torch.float32, **experts)
     model.score.weight.data.normal_(std=0.3)
     shutil.copytree(policy, target)
     model.save_pretrained(target)

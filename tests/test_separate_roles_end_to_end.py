@@ -37,12 +37,14 @@ LAYOUTS = "reference: {parallel: {tp: 1, pp: 2, ep: 1}}"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A quickstart, with a reward model that is wider and deeper than the policy, and has a larger vocabulary."""
+    """A quickstart, with a reward model that is wider and deeper than the policy, and has a larger vocabulary. It uses
+    all experts, so that none of them can tie."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForSequenceClassification
 
     created = make_folder(tmp_path_factory.mktemp("quickstart") / "q", "qwen3_moe")
     policy = Qwen3MoeConfig.from_pretrained(created / "model").to_dict()
     changes = {"hidden_size": 192, "num_hidden_layers": 6, "vocab_size": policy["vocab_size"] + 64, "num_labels": 1}
+    changes["num_experts_per_tok"] = policy["num_local_experts"]
     torch.manual_seed(3)
     config = Qwen3MoeConfig(**{**policy, **changes, "architectures": ["Qwen3MoeForSequenceClassification"]})
     Qwen3MoeForSequenceClassification(config).save_pretrained(created / "reward")

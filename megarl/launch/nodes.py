@@ -2,6 +2,8 @@
 
 They meet in a store that node 0's launcher serves at MASTER_ADDR:MASTER_PORT for the whole job, and node 0 decides for
 all. The store authenticates nobody, so messages are JSON with a keyed hash of the shared secret.
+
+Launchers are numbered. The first ones run ranks; those of spare nodes wait until they take the place of another.
 """
 
 from __future__ import annotations
@@ -15,10 +17,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from megarl.config import ConfigError
 from megarl.launch import launcher
 from megarl.launch.exit_status import REQUEUE_EXIT_CODE, RunOutcome
 from megarl.launch.restarts import RestartDecision, RestartPolicy, RestartTracker
 from megarl.parallel.job_secret import launcher_key, seal, unseal
+from megarl.processes.node import get_name
 from megarl.utils.addresses import free_port
 
 JOIN_TIMEOUT_S = 900.0
@@ -27,6 +31,10 @@ REPORT_TIMEOUT_S = launcher.NOTICE_S + launcher.GRACE_S + launcher.ORPHAN_TIMEOU
 """Seconds that a node may take to report, once the ranks of another have ended."""
 EXCLUDE_NODE_ENV = "MEGARL_LEAVE_OUT"
 """Environment variable: a file that receives the name of a node that a start elsewhere should avoid."""
+STATUS_ENV = "MEGARL_STATUS"
+"""Environment variable: a file that receives the run's exit status, which lost nodes cannot report."""
+SPARES_ENV = "MEGARL_SPARES"
+"""Environment variable: the number of spare nodes."""
 _POLL_S = 0.1
 _ACK_TIMEOUT_S = 10.0
 
@@ -61,10 +69,16 @@ class NodeReport:
 
 
 class MultiNode:
-    """One of several nodes. Raises torch.distributed's errors if they cannot join the store."""
+    """One of several nodes. Raises torch.distributed's errors if they cannot join the store.
 
-    def __init__(self, number: int, count: int, address: str, port: int) -> None:
-        self.node_rank, self.num_nodes, self._address, self._port = number, count, address, port
+    number: of this launcher, below `count + spares`. count: number of nodes that run ranks.
+    """
+
+    def __init__(self, number: int, count: int, address: str, port: int, spares: int = 0) -> None:
+        self._number, self._address, self._port = number, address, port
+        self._active = list(range(count))  # numbers of the launchers that run ranks, by node rank
+        self._spares = list(range(count, count + spares))
+        self._listeners = set(range(1, count + spares))  # numbers that node 0 waits for before it ends
         self.attempt = 0
         """Number of the current start of all ranks."""
         self._restarts = RestartTracker()
@@ -82,6 +96,11 @@ class MultiNode:
             return rendezvous.serve_store(self._address, self._port, None, timeout, wait=False)
         return dist.TCPStore(self._address, self._port, is_master=False, timeout=timeout, wait_for_workers=False)
 
+    @property
+    def node_rank(self) -> int | None:
+        """Rank of this node in the current attempt; None for a node without ranks, a spare or a replaced one."""
+        return self._active.index(self._number) if self._number in self._active else None
+
     def _publish(self, name: str, text: str) -> None:
         self._store.set(name, seal(text.encode(), f"{self._port} {name}", self._key))
 
@@ -91,50 +110,97 @@ class MultiNode:
 
     def agree_port(self) -> int:
         """Return the port at which the ranks of this attempt meet."""
-        if self.node_rank == 0:
+        if self._number == 0:
             self._publish(f"{self.attempt}/port", str(free_port()))
         return int(self._fetch(f"{self.attempt}/port"))
 
     def announce_failure(self) -> None:
         """Announce to the other nodes that ranks have failed on this one."""
-        self._store.set(f"{self.attempt}/failed", str(self.node_rank))
+        self._store.set(f"{self.attempt}/failed", str(self._number))
 
     def has_remote_failure(self) -> bool:
         """Return whether ranks of another node have failed. Callable from one thread besides the main one."""
         self._watch_store = self._watch_store or self._connect()  # a store connection serves one thread
         return bool(self._watch_store.check([f"{self.attempt}/failed"]))
 
-    def decide_next(self, report: NodeReport, policy: RestartPolicy | None) -> RestartDecision:
-        """Return what follows an attempt that has ended on this node; the same on all nodes."""
+    def decide_next(self, report: NodeReport | None, policy: RestartPolicy | None) -> RestartDecision:
+        """Return what follows an attempt that has ended on this node; the same on all nodes.
+
+        report: None on a node without ranks, which waits here until the attempt has ended on the others.
+        """
         try:
-            decision = self._decide_together(f"{self.attempt}/next", report, policy)
+            key = f"{self.attempt}/next"
+            decision = self._decide_for_all(key, report, policy) if self._number == 0 else self._hear(key, report)
         except RuntimeError as error:
             reason = " ".join(str(error).split("\n")[0].split())
             return RestartDecision(False, 1, f"error: the launcher of node number 0 no longer responds: {reason}")
         self.attempt += 1
         return decision
 
-    def _decide_together(self, key: str, report: NodeReport, policy: RestartPolicy | None) -> RestartDecision:
-        """Decide on node 0 for all nodes, by the key in the store."""
-        self._publish(f"{self.attempt}/{self.node_rank}/ended", report.to_json())
-        if self.node_rank == 0:
-            names = [f"{self.attempt}/{number}/ended" for number in range(self.num_nodes)]
-            self._wait_for_keys(names, REPORT_TIMEOUT_S)
-            reports = [NodeReport.from_json(self._fetch(name)) if self._store.check([name]) else None for name in names]
-            decision = decide_restart(self._restarts, reports, policy)
-            if (file := os.environ.get(EXCLUDE_NODE_ENV)) and decision.exclude_node:
-                Path(file).write_text(decision.exclude_node + "\n")
-            self._publish(key, json.dumps(decision))
-            responsive = [number for number in range(1, self.num_nodes) if reports[number]]
-            self._wait_for_keys([f"{self.attempt}/{number}/heard" for number in responsive], _ACK_TIMEOUT_S)
-            return decision
-        # Node 0 may have ended later, and waited for a third node.
-        self._wait_for_keys([key], 2 * REPORT_TIMEOUT_S + _ACK_TIMEOUT_S)
+    def _decide_for_all(self, key: str, report: NodeReport | None, policy: RestartPolicy | None) -> RestartDecision:
+        """Decide, and publish the decision with the nodes of the next attempt."""
+        self._publish(self._end_key(0), (report or NodeReport("")).to_json())
+        self._wait_for_keys([self._end_key(number) for number in self._active], REPORT_TIMEOUT_S)
+        names = [self._end_key(number) for number in self._active]
+        reports = [NodeReport.from_json(self._fetch(name)) if self._store.check([name]) else None for name in names]
+        self._listeners -= {number for number, report in zip(self._active, reports, strict=True) if report is None}
+        if self._has_failed():
+            self._drop_silent_spares()
+        decision = decide_restart(self._restarts, reports, policy, len(self._spares))
+        if decision.should_restart:
+            decision = self._replace_nodes(reports, decision)
+        if (file := os.environ.get(EXCLUDE_NODE_ENV)) and decision.exclude_node:
+            Path(file).write_text(decision.exclude_node + "\n")
+        if (file := os.environ.get(STATUS_ENV)) and not decision.should_restart:
+            Path(file).write_text(f"{decision.status}\n")
+        self._publish(key, json.dumps([decision, self._active, self._spares]))
+        self._wait_for_keys([f"{self.attempt}/{number}/heard" for number in self._listeners], _ACK_TIMEOUT_S)
+        return decision
+
+    def _drop_silent_spares(self) -> None:
+        self._wait_for_keys([self._end_key(number) for number in self._spares], _ACK_TIMEOUT_S)
+        silent = [number for number in self._spares if not self._store.check([self._end_key(number)])]
+        self._listeners -= set(silent)
+        self._spares = [number for number in self._spares if number not in silent]
+
+    def _replace_nodes(self, reports: Sequence[NodeReport | None], decision: RestartDecision) -> RestartDecision:
+        """Give the place of each node that is gone, or failed repeatedly, to a spare, and say so."""
+        for node_rank, report in enumerate(reports):
+            if report is None or (decision.exclude_node and report.node == decision.exclude_node):
+                self._active[node_rank] = spare = self._spares.pop(0)
+                name = NodeReport.from_json(self._fetch(self._end_key(spare))).node
+                replaced = f"node number {node_rank}" if report is None else f"node {report.node}"
+                decision = decision._replace(text=f"{decision.text}; {replaced} is replaced by the spare node {name}")
+        return decision
+
+    def _hear(self, key: str, report: NodeReport | None) -> RestartDecision:
+        """Report to node 0, and wait for its decision."""
+        if report is None:
+            self._wait_without_ranks(key)
+        else:
+            self._publish(self._end_key(self._number), report.to_json())
+            # Node 0 may have ended later, and waited for a third node and spares.
+            self._wait_for_keys([key], 2 * REPORT_TIMEOUT_S + 2 * _ACK_TIMEOUT_S)
         if not self._store.check([key]):
             return RestartDecision(False, 1, "error: the launcher of node number 0 sent no decision")
-        decision = RestartDecision(*json.loads(self._fetch(key)))
-        self._store.set(f"{self.attempt}/{self.node_rank}/heard", "")
-        return decision
+        decision, self._active, self._spares = json.loads(self._fetch(key))
+        self._store.set(f"{self.attempt}/{self._number}/heard", "")
+        return RestartDecision(*decision)
+
+    def _wait_without_ranks(self, key: str) -> None:
+        """Wait for a decision, and respond once ranks have failed: node 0 then needs to know who can replace a node."""
+        has_responded = False
+        while not self._store.check([key]):
+            if not has_responded and self._has_failed():
+                self._publish(self._end_key(self._number), NodeReport(get_name(self._number)).to_json())
+                has_responded = True
+            time.sleep(_POLL_S)
+
+    def _has_failed(self) -> bool:
+        return bool(self._store.check([f"{self.attempt}/failed"]))
+
+    def _end_key(self, number: int) -> str:
+        return f"{self.attempt}/{number}/ended"
 
     def _wait_for_keys(self, names: Sequence[str], limit: float) -> None:
         deadline = time.monotonic() + limit
@@ -142,14 +208,25 @@ class MultiNode:
             time.sleep(_POLL_S)
 
 
+def parse_spares(text: str) -> int:
+    """Return the number of spare nodes that MEGARL_SPARES states, 0 if it is empty. Raises ConfigError."""
+    if text and not text.isdecimal():
+        raise ConfigError(f"{SPARES_ENV}={text} must be the number of spare nodes")
+    return int(text or 0)
+
+
 def decide_restart(
-    tracker: RestartTracker, reports: Sequence[NodeReport | None], policy: RestartPolicy | None
+    tracker: RestartTracker, reports: Sequence[NodeReport | None], policy: RestartPolicy | None, spares: int = 0
 ) -> RestartDecision:
-    """Decide what follows the ends on all nodes."""
+    """Decide what follows the ends on all nodes. A decision to restart that names a node replaces it by a spare, as it
+    does each node without a report. spares: number of nodes that can replace others, but not the first, which decides.
+    """
     outcome, failed_node = combine_reports(reports)
-    if None in reports:  # that node cannot restart
+    spares -= reports.count(None)
+    if spares < 0:  # a node that is gone cannot restart
         return RestartDecision(False, outcome.status, outcome.text, exclude_node=failed_node)
-    return tracker.decide(outcome, policy, failed_node)
+    is_first = reports[0] is not None and failed_node == reports[0].node
+    return tracker.decide(outcome, policy, failed_node, can_replace=spares > 0 and not is_first)
 
 
 def combine_reports(reports: Sequence[NodeReport | None]) -> tuple[RunOutcome, str]:

@@ -56,7 +56,7 @@ class RestartDecision(NamedTuple):
     text: str
     wait_s: float = 0.0
     exclude_node: str = ""
-    """Node that a restart elsewhere should avoid: all repeated failures since the last new checkpoint were on it."""
+    """Node that a restart should avoid: all repeated failures since the last new checkpoint were on it."""
 
 
 class RestartTracker:
@@ -69,10 +69,13 @@ class RestartTracker:
         self._last_fault: tuple[str, int] | None = None
         self._failed_nodes: list[str] = []
 
-    def decide(self, outcome: RunOutcome, policy: RestartPolicy | None, failed_node: str = "") -> RestartDecision:
+    def decide(
+        self, outcome: RunOutcome, policy: RestartPolicy | None, failed_node: str = "", can_replace: bool = False
+    ) -> RestartDecision:
         """Decide what follows an end of all ranks; call once per end.
 
         policy: None if the run ended before it registered one. failed_node: its name, if there are several.
+        can_replace: whether a spare can take that node's place instead of the run stopping.
         """
         may_recover = outcome.kind in ("killed", "fault", "lost", "late")
         if not may_recover or policy is None or not policy.save_every or not policy.max_restarts:
@@ -90,11 +93,15 @@ class RestartTracker:
         if is_repeated:
             reason = f"that is the same error at step {step} as last time, so the run does not restart"
             return RestartDecision(False, REPEATED_FAULT_EXIT_CODE, f"{outcome.text}; {reason}")
+        exclude_node = ""
         if self._count >= policy.max_restarts:
-            count_text = "once" if self._count == 1 else f"{self._count} times"
-            reason = f"it has restarted {count_text} without a new checkpoint (run.max_restarts) and stops"
-            exclude_node = failed_node if self._count and set(self._failed_nodes) == {failed_node} else ""
-            return RestartDecision(False, outcome.status, f"{outcome.text}; {reason}", exclude_node=exclude_node)
+            if self._count and set(self._failed_nodes) == {failed_node}:
+                exclude_node = failed_node
+            if not exclude_node or not can_replace:
+                count_text = "once" if self._count == 1 else f"{self._count} times"
+                reason = f"it has restarted {count_text} without a new checkpoint (run.max_restarts) and stops"
+                return RestartDecision(False, outcome.status, f"{outcome.text}; {reason}", exclude_node=exclude_node)
+            self._count, self._failed_nodes = 0, []
         wait_s = min(FIRST_WAIT_S * 4**self._count, LONGEST_WAIT_S)
         self._count += 1
         self._total += 1
@@ -103,7 +110,7 @@ class RestartTracker:
             f"restarting in {wait_s:g} s from {start} (restart {self._total} of this run, {self._count} of "
             f"{policy.max_restarts} without a new checkpoint)"
         )
-        return RestartDecision(True, outcome.status, f"{outcome.text}; {reason}", wait_s)
+        return RestartDecision(True, outcome.status, f"{outcome.text}; {reason}", wait_s, exclude_node)
 
 
 def append_to_log(policy: RestartPolicy | None, text: str) -> None:

@@ -183,9 +183,12 @@ def open_store_connection() -> dist.Store:
 
 
 def check_rendezvous(nodes: int, node_rank: str, address: str, port: str) -> None:
-    """Check a user's rendezvous settings on one node. Raises ConfigError if the nodes cannot meet there."""
+    """Check a user's rendezvous settings on one node. Raises ConfigError if the nodes cannot meet there.
+
+    nodes: their number, with spares.
+    """
     if not node_rank.isdecimal() or int(node_rank) >= nodes:
-        raise ConfigError(f"NODE_RANK={node_rank} must be the number of this node, from 0 to NNODES - 1 = {nodes - 1}")
+        raise ConfigError(f"NODE_RANK={node_rank} must be the number of this node, from 0 to {nodes - 1}")
     if not port.isdecimal() or not 0 < int(port) < 2**16:
         raise ConfigError(f"MASTER_PORT={port} must be a free port of node 0, from 1 to 65535")
     check_private("MASTER_ADDR", address)

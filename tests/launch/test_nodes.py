@@ -1,4 +1,4 @@
-"""Launchers of several nodes: combine their reports, and run two of them on this machine."""
+"""Launchers of several nodes: combine their reports, and run two of them on this machine, with a spare one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import pytest
 import torch.distributed as dist
 
 from megarl.launch.launcher import RankMessage
-from megarl.launch.nodes import MultiNode, NodeReport, combine_reports
+from megarl.launch.nodes import MultiNode, NodeReport, combine_reports, decide_restart
+from megarl.launch.restarts import RestartPolicy, RestartTracker
 from megarl.parallel.job_secret import ForgedError
 
 pytestmark = pytest.mark.nightly
@@ -64,6 +65,20 @@ def test_names_a_node_that_does_not_respond() -> None:
     assert combine_reports([problem, problem])[0].text == f"error: torchrun: {problem.problem}"
 
 
+def test_replaces_as_many_nodes_as_there_are_spares(folder: Path) -> None:
+    """But not the first, whose launcher decides."""
+    policy = RestartPolicy(str(folder / "run"), save_every=1, max_restarts=1)
+    killed, lost = NodeReport("n1", codes={1: -9}), NodeReport("n0", codes={0: 1}, words=(LOST,))
+    assert decide_restart(RestartTracker(), [lost, None, None], policy, spares=2).should_restart
+    assert not decide_restart(RestartTracker(), [lost, None, None], policy, spares=1).should_restart
+    tracker = RestartTracker()
+    decisions = [decide_restart(tracker, [lost, killed], policy, spares=1) for _ in range(2)]
+    assert [(item.should_restart, item.exclude_node) for item in decisions] == [(True, ""), (True, "n1")]
+    tracker = RestartTracker()
+    decisions = [decide_restart(tracker, [killed, lost], policy, spares=1) for _ in range(2)]
+    assert [(item.should_restart, item.exclude_node) for item in decisions] == [(True, ""), (False, "n1")]
+
+
 def test_reports_round_trip_as_json() -> None:
     report = NodeReport("n1", False, {3: -9}, (LOST,), 15, "")
     assert NodeReport.from_json(report.to_json()) == report
@@ -103,9 +118,9 @@ def test_refuses_forged_values_in_the_store(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class TwoLaunchers:
-    """Two launchers with one rank each in a folder."""
+    """Two launchers with one rank each in a folder, and those of spare nodes."""
 
-    def __init__(self, folder: Path, body: str, times: int = 3) -> None:
+    def __init__(self, folder: Path, body: str, times: int = 3, spares: int = 0) -> None:
         self.folder = folder
         (folder / "rank.py").write_text(RANK.replace("BODY", body.replace("\n", "\n    ")))
         with socket.socket() as probe:
@@ -113,7 +128,7 @@ class TwoLaunchers:
             port = str(probe.getsockname()[1])
         environment = {name: text for name, text in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
         environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MEGARL_LEAVE_OUT": str(folder / "leave_out")}
-        environment["TIMES"] = str(times)
+        environment |= {"TIMES": str(times), "MEGARL_SPARES": str(spares), "MEGARL_STATUS": str(folder / "status")}
         command = [sys.executable, "-m", "megarl.torchrun", "--nnodes", "2", "--nproc-per-node", "1"]
         command += ["--master-addr", "127.0.0.1", "--master-port", port]
         self.launchers = [
@@ -125,7 +140,7 @@ class TwoLaunchers:
                 text=True,
                 start_new_session=True,
             )
-            for node in (0, 1)
+            for node in range(2 + spares)
         ]
 
     def wait_for(self, name: str) -> int:
@@ -193,4 +208,33 @@ def test_excludes_the_node_of_repeated_failures(folder: Path) -> None:
     nodes = TwoLaunchers(folder, "rank and os.kill(os.getpid(), signal.SIGKILL); time.sleep(600)", times=1)
     (code, lines), report = nodes.wait_for_exit()
     assert (code, lines) == report and code == 137 and len(lines) == 2
+    assert (folder / "leave_out").read_text() == "n1\n"
+
+
+def test_a_spare_replaces_a_lost_node(folder: Path) -> None:
+    """The node's launcher and rank are gone at once, as if the machine were. The run's status is that of the others."""
+    nodes = TwoLaunchers(folder, "if attempt == 0: dist.barrier() if rank == 0 else time.sleep(600)", spares=1)
+    nodes.wait_for("started_0_0"), nodes.wait_for("started_0_1")
+    os.kill(nodes.launchers[1].pid, signal.SIGKILL)
+    report, lost, spare = nodes.wait_for_exit()
+    assert report == spare and report[0] == 0 and lost[0] == -signal.SIGKILL
+    (line,) = report[1]
+    assert line.startswith("error: the launcher of node number 1 does not respond; restarting in 2 s from checkpoint")
+    assert line.endswith("; node number 1 is replaced by the spare node n2")
+    assert {file.name for file in folder.glob("started_*")} == {
+        f"started_{n}_{rank}" for n in (0, 1) for rank in (0, 1)
+    }
+    assert (folder / "status").read_text() == "0\n"
+
+
+def test_a_spare_replaces_the_node_of_repeated_failures(folder: Path) -> None:
+    body = "if os.environ['SLURMD_NODENAME'] == 'n1': os.kill(os.getpid(), signal.SIGKILL)\n"
+    nodes = TwoLaunchers(folder, body + "if attempt < 2: time.sleep(600)", times=1, spares=1)
+    report, replaced, spare = nodes.wait_for_exit()
+    assert report == replaced == spare and report[0] == 0
+    first, second = report[1]
+    assert first.endswith("(restart 1 of this run, 1 of 1 without a new checkpoint)")
+    assert second.endswith(
+        "(restart 2 of this run, 1 of 1 without a new checkpoint); node n1 is replaced by the spare node n2"
+    )
     assert (folder / "leave_out").read_text() == "n1\n"

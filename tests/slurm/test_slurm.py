@@ -55,7 +55,9 @@ with ending.exit_on_error():
     print(f"rank {rank} on {node}, attempt {ending.get_restart_count()}", flush=True)
     if os.environ["SLURMD_NODENAME"] == "n2":
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(600 if os.environ["SLURM_STEP_NODELIST"] == "n[1-2]" else 0)
+    nodes = os.environ["SLURM_STEP_NODELIST"]
+    is_n2_used = nodes == "n[1-2]" or (nodes == "n[1-3]" and ending.get_restart_count() < 2)  # then n3 replaces it
+    time.sleep(600 if is_n2_used else 0)
 """
 FAILING_TRAIN = """
 import os, time
@@ -139,8 +141,20 @@ def test_crash_is_requeued_without_its_node(cluster, project: Path) -> None:
     wait_until(lambda: cluster.fields(job)["ExcNodeList"] == "n2")
     cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now+4")
     cluster.wait_for(job, "COMPLETED", timeout=120)
-    assert "start 1: 2 nodes x 1 ranks on n[1,3]" in output.read_text()
+    assert "start 1: 2 nodes x 1 ranks, 0 spare nodes, on n[1,3]" in output.read_text()
     assert "rank 1 on n3, attempt 0" in output.read_text()
+
+
+def test_a_spare_node_replaces_one_without_a_requeue(cluster, project: Path) -> None:
+    (project / "megarl" / "train.py").write_text(CRASHING_TRAIN)
+    output = project / "out.txt"
+    options = ["--nodes=3", "--no-kill", "--gres=none", f"--output={output}", "--export=ALL,MEGARL_SPARES=1"]
+    job = cluster.submit(*options, str(ROOT / "slurm" / "ppo_moe.sh"), "two.yaml", cwd=project)
+    cluster.wait_for(job, "COMPLETED", timeout=120)
+    text = output.read_text()
+    assert "start 0: 2 nodes x 1 ranks, 1 spare nodes, on n[1-3]" in text
+    assert "; node n2 is replaced by the spare node n3" in text and "rank 1 on n3, attempt 2" in text
+    assert cluster.fields(job)["Restarts"] == "0" and not list(project.glob(".status*"))
 
 
 def test_requeues_are_limited(cluster, project: Path) -> None:
