@@ -46,8 +46,10 @@ class LayerWiseOptimizer(LayerWiseDistributedOptimizer):  # type: ignore[misc]
         if not self._megatron_config.bf16:
             optimizers[:] = [FP32Optimizer(part, self._megatron_config, None) for part in optimizers]
 
-    def get_grad_norm(self) -> Any:
-        return ChainedOptimizer.get_grad_norm(self)
+    # These reduce over the group that each optimizer has for it.
+    get_grad_norm = ChainedOptimizer.get_grad_norm
+    has_grad_norm_group = ChainedOptimizer.has_grad_norm_group
+    _get_grad_norm_for_group = ChainedOptimizer._get_grad_norm_for_group
 
     def states(self) -> Iterator[tuple[torch.nn.Parameter, dict[str, torch.Tensor]]]:
         """Iterate over this rank's matrices with their fp32 master and momentum, by the names of a checkpoint."""

@@ -1,8 +1,8 @@
 """Muon on two ranks: two updates compared with transformers' gradients and a Muon written out, and all that keeps or
 moves its states.
 
-Arguments: a folder for checkpoints, and the cases of `CASES` to run, separated by semicolons. Prints for each what
-differs and what is equal.
+Arguments: `beside`, for a step beside a third rank without a model; or a folder for checkpoints, and the cases of
+`CASES` to run, separated by semicolons. Prints for each what differs and what is equal.
 """
 
 from __future__ import annotations
@@ -232,7 +232,25 @@ def check(name: str, folder: Path) -> dict[str, Any]:
     return result
 
 
-if __name__ == "__main__":
+def train_beside_rank() -> dict[str, float]:
+    """Take a step on ranks 0 and 1 of a job of three, and return its metrics; rank 2 has no model, and none."""
+    from megarl.megatron.trainer_model import MegatronModel
+
+    config = tiny.config(world=2, actor_optimizer=MUON)
+    ranks = parallel_ranks.create_layout(config.parallel, 60, members=(0, 1))
+    if ranks is None:
+        return {}
+    weights = tiny.hf_tensors(tiny.hf_model("qwen3_moe"))
+    model = MegatronModel(tiny.HF["qwen3_moe"], config, ranks, "actor", total_updates=9)
+    model.load_shards(lambda param, parts, part: shard(param, weights, parts, part))
+    return model.train_step(tiny.batch(), policy_loss)
+
+
+if __name__ == "__main__" and sys.argv[1] == "beside":
+    parallel_ranks.initialize(tiny.config(world=3).parallel, timeout_s=60)
+    print("RESULT " + json.dumps(train_beside_rank()))
+    parallel_ranks.shutdown()
+elif __name__ == "__main__":
     parallel_ranks.initialize(tiny.config(world=2).parallel, timeout_s=120)
     names = sys.argv[2].split(";") if len(sys.argv) > 2 else list(CASES)
     print("RESULT " + json.dumps({name: check(name, Path(sys.argv[1])) for name in names}))

@@ -40,6 +40,12 @@ def test_updates_and_states(results: list[dict[str, Any]], case: str) -> None:
         check(result[case])
 
 
+def test_rank_without_the_model_takes_no_part(run_ranks: Callable[..., list[dict[str, Any]]]) -> None:
+    first, second, other = run_ranks(3, "tests/megatron/ranks_muon.py", "beside")
+    assert first == second and first["actor/grad_norm"] > 1 and first["actor/skipped"] == 0.0
+    assert other == {}
+
+
 @pytest.mark.nightly
 def test_updates_and_states_in_more_layouts(run_ranks: Callable[..., list[dict[str, Any]]], tmp_path: Path) -> None:
     for result in run_ranks(2, "tests/megatron/ranks_muon.py", str(tmp_path), ";".join(MORE_CASES)):
