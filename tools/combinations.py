@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import combinations
+from random import Random
 
 from rich import box
 from rich.console import Console
@@ -73,6 +74,10 @@ FEATURES: dict[str, dict[str, Sequence[str]]] = {
     "reward": {"function": (), "function and judge": (f"roles={json.dumps(JUDGE)}",)},
     "weights": {"full": (), "LoRA": ("lora.rank=4",)},
     "drafts": {"none": (), "MTP": ("rollout.num_speculative_tokens=2",)},
+    "weight sync": {
+        "whole": (),
+        "changes": ("rollout.sync_changes_only=true", "parallel.ranks_per_node=1"),  # a node for each rank
+    },
     "layout": {
         "TP2 x EP2": ("parallel.tp=2", "parallel.ep=2"),
         "PP2": ("parallel.tp=1", "parallel.ep=1", "parallel.pp=2"),
@@ -99,6 +104,8 @@ REFUSED: dict[frozenset[Setting], str] = {
 Run = dict[str, str]
 """The setting of each feature."""
 
+_NUM_CANDIDATES = 10
+
 
 def list_pairs() -> Iterator[frozenset[Setting]]:
     """Return all pairs of settings of different features."""
@@ -113,25 +120,32 @@ def covered_pairs(run: Mapping[str, str]) -> set[frozenset[Setting]]:
 
 
 def build_runs() -> list[Run]:
-    """Return a covering array, built greedily: each run starts from a pair that no other run has covered, and adds the
-    settings that cover the most further pairs."""
+    """Return a covering array, built greedily: of some random runs with the first pair that is not covered, the one
+    that covers the most others comes next. The same in every call."""
+    random = Random(0)
     missing = dict.fromkeys(pair for pair in list_pairs() if pair not in REFUSED)  # a set with an order
     runs: list[Run] = []
     while missing:
-        run: Run = dict(sorted(next(iter(missing)), key=lambda setting: list(FEATURES).index(setting[0])))
-        for feature, settings in FEATURES.items():
-            if feature in run:
-                continue
-            candidates = [
-                (sum(frozenset({(feature, name), other}) in missing for other in run.items()), name)
-                for name in settings
-                if not any(frozenset({(feature, name), other}) in REFUSED for other in run.items())
-            ]
-            run[feature] = max(candidates, key=lambda candidate: candidate[0])[1]
+        candidates = [_build_run(next(iter(missing)), missing, random) for _ in range(_NUM_CANDIDATES)]
+        run = max(candidates, key=lambda candidate: len(covered_pairs(candidate) & missing.keys()))
         for pair in covered_pairs(run):
             missing.pop(pair, None)
         runs.append({feature: run[feature] for feature in FEATURES})
     return runs
+
+
+def _build_run(pair: frozenset[Setting], missing: Collection[frozenset[Setting]], random: Random) -> Run:
+    """Extend a pair, in a random order of features, by the settings that cover the most missing pairs."""
+    run: Run = dict(pair)
+    for feature in random.sample(list(FEATURES), len(FEATURES)):
+        if feature not in run:
+            allowed = [
+                (sum(frozenset({(feature, name), other}) in missing for other in run.items()), random.random(), name)
+                for name in FEATURES[feature]
+                if not any(frozenset({(feature, name), other}) in REFUSED for other in run.items())
+            ]
+            run[feature] = max(allowed)[2]
+    return run
 
 
 def overrides_of(run: Mapping[str, str]) -> list[str]:
