@@ -14,6 +14,8 @@ import pytest
 if TYPE_CHECKING:
     from engines import RunningEngine
 
+    from megarl.engine.engine_host import HostProcess
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path += [
     str(ROOT / "tests"),
@@ -42,6 +44,19 @@ def host() -> Iterator[str]:
 
     host = start_host(Config(), threads=1)
     yield host.path
+    host.close()
+
+
+@pytest.fixture(scope="session")
+def vllm_host() -> Iterator[HostProcess]:
+    """A host that has imported vLLM, for all of its engines."""
+    from megarl.config import from_dict
+    from megarl.engine.vllm.vllm_engine import start_host
+
+    if HAS_GPU:
+        pytest.skip("vLLM is installed on CPUs only")
+    host = start_host(from_dict({"rollout": {"engine": "vllm"}}), threads=1)
+    yield host
     host.close()
 
 

@@ -74,8 +74,10 @@ def test_dry_run_refuses_the_refused_pairs(folder: Path) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("number", range(1, len(RUNS) + 1))
-def test_trains_two_steps(folder: Path, host: str, tmp_path: Path, number: int) -> None:
+def test_trains_two_steps(request: pytest.FixtureRequest, folder: Path, tmp_path: Path, number: int) -> None:
     run = RUNS[number - 1]
+    is_vllm = run["engine"] == "vLLM"
+    host = request.getfixturevalue("vllm_host").path if is_vllm else request.getfixturevalue("host")
     settings, is_replayed = overrides_of(folder, run), number % 5 == 1
     train(folder, tmp_path / "run", *settings, f"run.export={str(is_replayed).lower()}", host=host)
     rows = read_steps(tmp_path / "run")

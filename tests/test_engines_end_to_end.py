@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rank_jobs import HAS_GPU
 from test_placement_end_to_end import sample_ids, weight_versions
 from training_run import ENVIRONMENT, make_folder, read_steps, run_cli
 
@@ -89,6 +90,15 @@ def test_restarts_the_only_engine(folder: Path, host: str, tmp_path: Path, monke
     done = run(monkeypatch, folder, tmp_path / "run", host, plan, *ONE_ENGINE)
     assert done.returncode == 0, done.stderr[-3000:]
     assert_recovered(tmp_path / "run", {1: "kill", 3: "kill"})
+
+
+@pytest.mark.skipif(HAS_GPU, reason="vLLM is installed on CPUs only")
+def test_restarts_an_engine_of_vllm(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine with TP2 and EP2 dies while it generates, with truncated sampling, and in a weight sync."""
+    vllm = ["rollout.engine=vllm", "rollout.tp=2", "rollout.ep=2", "rollout.top_p=0.9", "rollout.concurrency=12"]
+    done = run(monkeypatch, folder, tmp_path / "run", "", {1: ["kill", 0], 2: ["weight_sync", 0]}, *vllm)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert_recovered(tmp_path / "run", {1: "kill", 2: "weight_sync"})
 
 
 def test_restarts_an_engine_during_asynchronous_training(

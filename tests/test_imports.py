@@ -38,7 +38,7 @@ LEVEL = {"": 0} | {name: level for level, names in enumerate(LAYERS, 1) for name
 EXCEPTION = ("megarl.parallel.ranks", "megarl.megatron")
 
 PURE = ("algorithms", "types", "models", "controllers")
-PROCESSES = ("torch.distributed", "megatron", "sglang")
+PROCESSES = ("torch.distributed", "megatron", "sglang", "vllm")
 
 
 class Imports(ast.NodeVisitor):
@@ -161,7 +161,13 @@ def test_only_its_folder_imports_an_engine() -> None:
         if starts_with(name, "sglang", "megarl.engine.sglang")
         and not starts_with(module, "megarl.engine.sglang", "megarl.cpu")
     }
-    assert users == {"megarl.engine.tool_calls", "megarl.dry_run.data_checks"}
+    assert users == {"megarl.engine.tool_calls", "megarl.dry_run.data_checks", "megarl.engine.vllm.vllm_server"}
+    assert not {
+        module
+        for module in FILES
+        for name in imports(module)
+        if starts_with(name, "vllm", "megarl.engine.vllm") and not starts_with(module, "megarl.engine.vllm")
+    }
 
 
 def test_algorithms_import_types_and_torch_only() -> None:

@@ -3,6 +3,8 @@
   reshard   MegaRL's: each rank sends what others need and lack, see megarl/reshard
   changes   the same with rollout.sync_changes_only: between nodes, only words that have changed; before each sync a
             share --changed of the weights gets a new sign
+  merged    the same with LoRA: a rank merges adapters of rank --lora into what it sends
+  adapters  the same with rollout.sync_adapters_only: the adapters alone are sent, and engines merge them
   gather    every rank gathers all full tensors and slices its own shards out of them, as most frameworks do
   megatron  megatron.core.resharding, which moves weights into another Megatron layout; see `Megatron` below
 
@@ -31,11 +33,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megarl.config import ConfigError, ParallelConfig
+from megarl.config import ConfigError, LoraConfig, ParallelConfig
 from megarl.config.command_line import Parser, check_writable_file, float_in_range, int_in_range, run_cli
+from megarl.engine.weight_loader import keep_base, merge_adapters
 from megarl.models.layout_algebra import Param, split_with
+from megarl.models.lora_tables import MergedWeights, adapted_weights, factor_params
 from megarl.models.registry import family_of
 from megarl.parallel import ranks
+from megarl.reshard.plan.adapters import AdapterTable, factor_shapes, list_merges
+from megarl.reshard.plan.cells import LayerTable
 from megarl.reshard.plan.layout import EngineLayout, ShardSlice, TrainLayout, engine_shapes, even_stages
 from megarl.reshard.plan.planner import ReshardPlan
 from megarl.reshard.run.executor import Executor
@@ -67,8 +73,8 @@ def model(hidden: int) -> dict[str, Any]:
 class Case:
     """This rank's shards in the trainer, and buffers for those of its engine."""
 
-    def __init__(self, hf: dict[str, Any], nodes: int, changed: float) -> None:
-        self.changed = changed
+    def __init__(self, hf: dict[str, Any], nodes: int, changed: float, rank: int) -> None:
+        self.changed, self.lora = changed, LoraConfig(rank=rank)
         world = int(os.environ["WORLD_SIZE"])
         tp, pp, ep, engine = LAYOUTS[world]
         self.hf, self.ranks_per_node = hf, world // nodes
@@ -118,9 +124,9 @@ class Case:
 
 
 class Reshard:
-    def __init__(self, case: Case) -> None:
-        self.case = case
-        plan = ReshardPlan(case.hf, case.train, case.engine, case.ranks_per_node, bucket_bytes=64 << 20, wire="fp32")
+    def __init__(self, case: Case, table: LayerTable | None = None) -> None:
+        self.case, node = case, case.ranks_per_node
+        plan = ReshardPlan(case.hf, case.train, case.engine, node, bucket_bytes=64 << 20, wire="fp32", table=table)
         allocate = lambda size: torch.empty(size, dtype=torch.uint8)  # noqa: E731
         self.executor = Executor(plan, case.rank, period=1 << 30, allocate=allocate)
         self.executor.num_syncs = 1  # do not verify; the other methods do not either
@@ -164,6 +170,47 @@ class Changes(Reshard):
         if not self.is_original:
             self()
         return super().find_wrong()
+
+
+class Merged(Reshard):
+    """Adapters of all linear layers."""
+
+    def __init__(self, case: Case, table: LayerTable | None = None) -> None:
+        super().__init__(case, table)
+        self.weights = adapted_weights(case.params, ())
+        factors = [factor for weight in self.weights for factor in factor_params(weight, case.lora.rank)]
+        trains = [factor for factor in factors if case.train.has_param(case.rank, factor, case.experts)]
+        self.factors = {factor.megatron: case.shard(factor, case.train, case.rank) for factor in trains}
+        self.scale = case.lora.alpha / case.lora.rank
+
+    def __call__(self) -> None:
+        merged = MergedWeights(self.case.local, self.factors, self.scale)
+        self.executor.sync(merged, self.execute, version=1)
+
+    def find_wrong(self) -> list[str]:
+        """Return the tensors that differ from those after a sync of merged weights."""
+        result = {name: tensor.clone() for name, tensor in self.case.engine_tensors.items()}
+        Merged.__call__(Merged(self.case))
+        return [name for name, tensor in result.items() if not torch.equal(tensor, self.case.engine_tensors[name])]
+
+
+class Adapters(Merged):
+    def __init__(self, case: Case) -> None:
+        Reshard(case)()  # what engines have loaded
+        super().__init__(case, AdapterTable(family_of(case.hf), case.lora, case.engine))
+        layout = case.engine, case.rank % case.engine.tp, case.experts
+        names = {weight.slot.name for weight in self.weights if weight.slot}
+        shapes = factor_shapes(self.weights, case.lora.rank, *layout)
+        keep = {"tensors": sorted(names), "factors": {name: ("float32", shape) for name, shape in shapes.items()}}
+        self.adapted = keep_base(case.engine_tensors, keep)
+        self.merges = {"scale": self.scale, "merges": list_merges(self.weights, *layout)}
+
+    def __call__(self) -> None:
+        engine_tensors = self.case.engine_tensors
+        self.case.engine_tensors = self.adapted.factors
+        self.executor.sync(self.factors, self.execute, version=1)
+        self.case.engine_tensors = engine_tensors
+        merge_adapters(engine_tensors, self.adapted, self.merges)
 
 
 class Gather:
@@ -277,17 +324,19 @@ class Megatron:
         self.swap(self.source, self.target, self.service)
 
 
-METHODS: dict[str, type[Reshard] | type[Gather] | type[Megatron]] = {
+METHODS: dict[str, type[Reshard] | type[Adapters] | type[Gather] | type[Megatron]] = {
     "reshard": Reshard,
     "gather": Gather,
     "changes": Changes,
+    "merged": Merged,
+    "adapters": Adapters,
     "megatron": Megatron,
 }
 
 
 def run_rank(options: argparse.Namespace) -> None:
     torch.manual_seed(0)
-    case = Case(model(options.hidden), options.nodes, options.changed)
+    case = Case(model(options.hidden), options.nodes, options.changed, options.lora)
     begin = time.perf_counter()
     method = METHODS[options.way](case)
     result: dict[str, Any] = {"prepare_s": time.perf_counter() - begin, "seconds": []}
@@ -355,6 +404,8 @@ def start(world: int, method: str, options: argparse.Namespace) -> dict[str, Any
             str(options.nodes),
             "--changed",
             str(options.changed),
+            "--lora",
+            str(options.lora),
         ]
         command = [*prefix, sys.executable, __file__, "--interface", interface, *arguments]
         processes.append(
@@ -434,6 +485,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int_in_range(most=10**6), default=5)
     parser.add_argument("--hidden", type=int_in_range(64, 1 << 14), default=512, help="a multiple of 64")
     parser.add_argument("--changed", type=float_in_range(most=1), default=0.02)
+    parser.add_argument("--lora", type=int_in_range(1, 1 << 10), default=16)
     parser.add_argument("--json", type=Path)
     for hidden in ("--interface", "--way"):  # arguments of a rank, which this program starts
         parser.add_argument(hidden, help=argparse.SUPPRESS)

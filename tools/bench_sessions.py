@@ -47,7 +47,7 @@ from megarl.config import Config, RolloutConfig, from_dict
 from megarl.config.command_line import Parser, int_in_range, run_cli
 from megarl.engine.engine_host import HOST_VARIABLE
 from megarl.engine.engine_protocol import NOT_RECORDED, Generation, Policy, RecordedPrefix
-from megarl.engine.sglang.sglang_client import SGLangClient
+from megarl.engine.http_client import HTTPClient
 from megarl.engine.sglang.sglang_engine import SGLangEngine, start_host
 from megarl.engine.tool_calls import ParsedResponse
 from megarl.models.registry import load_hf_config
@@ -176,7 +176,7 @@ def play_clients(pipe: Any, other_end: Any, options: argparse.Namespace) -> None
             await asyncio.gather(*(converse(number, http, *session) for number, session in enumerate(sessions)))
 
     async def run_direct(request: Direct) -> None:
-        async with SGLangClient(*request.engine) as client:
+        async with HTTPClient(*request.engine) as client:
             await run_loop(client, chats[0], request.session_prompts, request.params, options)
         pipe.send(len(request.session_prompts))
 
@@ -206,7 +206,7 @@ async def compare(
         if engine is not None:
             shape = routing_shape(load_hf_config(engine.config.model.path), {})
             engine_settings = (engine.url, engine.api_key, 600.0, shape, engine.weight_version)
-            policy = await stack.enter_async_context(SGLangClient(*engine_settings))
+            policy = await stack.enter_async_context(HTTPClient(*engine_settings))
         server = SessionServer(chat, parse, config)
         await server.start()
         stack.push_async_callback(server.aclose)

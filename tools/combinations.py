@@ -72,7 +72,11 @@ FEATURES: dict[str, dict[str, Sequence[str]]] = {
         "agent": ("rollout.tools=[]", "rollout.environments=[example_agents:calculating]"),
     },
     "reward": {"function": (), "function and judge": (f"roles={json.dumps(JUDGE)}",)},
-    "weights": {"full": (), "LoRA": ("lora.rank=4",)},
+    "weights": {
+        "full": (),
+        "LoRA": ("lora.rank=4",),
+        "LoRA, adapters synced": ("lora.rank=4", "rollout.sync_adapters_only=true"),
+    },
     "drafts": {"none": (), "MTP": ("rollout.num_speculative_tokens=2",)},
     "weight sync": {
         "whole": (),
@@ -84,6 +88,8 @@ FEATURES: dict[str, dict[str, Sequence[str]]] = {
         "CP2": ("parallel.tp=1", "parallel.ep=1", "parallel.cp=2"),
         "DP2 x EP2": ("parallel.tp=1", "parallel.ep=2"),
     },
+    # An engine of vLLM's is within one machine, of which runs that sync changes have one for each rank.
+    "engine": {"SGLang": (), "vLLM": ("rollout.engine=vllm", "rollout.tp=1")},
     "optimizer": {
         "AdamW": (),
         "AdamW on the host": ("actor_optimizer.offload_fraction=1", "critic.optimizer.offload_fraction=0.5"),

@@ -419,6 +419,10 @@ class RolloutConfig:
     same bits. Pays where the network is slow and most weights keep their bits: BF16 with a small learning rate. Each
     rank keeps a copy of the shards that it sends in host memory, and engines that sleep keep their weights there. The
     first sync, and the first after the restart of an engine, send everything."""
+    sync_adapters_only: bool = False
+    """With `lora.rank`: weight syncs send the adapters alone, and each engine rank merges them into the weights that it
+    has loaded from `model.path`, with the bits that a sync of all weights would give. The engines keep a copy of the
+    weights that have adapters in host memory, and if they sleep, one of all weights."""
     replay: PathStr = ""
     """Run folder whose recorded rollouts are used instead of generating: for training without engines, debugging and
     exact repeats. Each generation of a step gets the rollouts of the same generation of the recorded step, however they
@@ -426,9 +430,13 @@ class RolloutConfig:
     effect. `RUN@7` starts with the rollouts of step 7. With several policies, each replays its own
     recording."""
     engine: str = "sglang"
-    """Engine that generates: `sglang`, or a fork's own as `module:name`, see `megarl/engine/README.md`."""
+    """Engine that generates: `sglang`; `vllm`, on CPUs and for some model families; or a fork's own as `module:name`,
+    see `megarl/engine/README.md`."""
     sglang: dict[str, Any] = field(default_factory=dict)
     """Further fields of SGLang's ServerArgs, by SGLang's names."""
+    vllm: dict[str, Any] = field(default_factory=dict)
+    """Further fields of vLLM's AsyncEngineArgs, by vLLM's names; `megarl/engine/vllm/vllm_settings.py` lists those that
+    leave weights in place."""
 
     @property
     def eval_config(self) -> RolloutConfig:

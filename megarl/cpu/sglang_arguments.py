@@ -72,16 +72,20 @@ def server_args(config: Config, first_device: int) -> dict[str, Any]:
     }
 
 
+def count_threads(tp: int, engines: int, threads: int) -> int:
+    """Return the threads of each process of `engines` engines: `threads`, or if that is 0 its share of the cores."""
+    return threads or max(1, len(os.sched_getaffinity(0)) // (engines * tp))
+
+
 def environment(tp: int, engines: int, threads: int) -> dict[str, str]:
     """Return the environment of an engine's processes.
 
     The machine's cores are divided among its `engines`, unless `threads` per process is given.
     """
     cores = sorted(os.sched_getaffinity(0))
-    threads = threads or max(1, len(cores) // (engines * tp))
     return {
         "SGLANG_USE_CPU_ENGINE": "1",
-        "OMP_NUM_THREADS": str(threads),
+        "OMP_NUM_THREADS": str(count_threads(tp, engines, threads)),
         "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads stall each other on shared cores
         # SGLang expects a list of cores per tensor parallel rank; without AMX it only counts the lists.
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(cores[rank % len(cores)]) for rank in range(tp)),

@@ -178,6 +178,10 @@ def check_engine(hf: HFConfig, config: Config) -> None:
             "linear_proj"
         )
     rollout = config.rollout
+    if rollout.sync_adapters_only and not config.lora.rank:
+        raise ConfigError(
+            "rollout.sync_adapters_only: lora.rank=0 trains no adapters; set lora.rank, or remove the key"
+        )
     engine_backend(config).check(hf, config)
     check_drafts(hf, config)
     heads = int(settings["num_attention_heads"])

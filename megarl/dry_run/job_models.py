@@ -15,7 +15,7 @@ from megarl.engine.engine_backends import engine_backend, plan_from_config
 from megarl.models.family import HFConfig
 from megarl.models.memory import StageMemory, plan_memory
 from megarl.parallel.placement import Placement, format_ranges, placement_of, role_settings, split_role
-from megarl.parallel.policy_configs import list_engine_roles, policy_config
+from megarl.parallel.policy_configs import list_engine_roles, policy_config, syncs_adapters
 from megarl.types.requirements import Requirements
 
 Passes = Callable[..., bool]
@@ -75,10 +75,10 @@ class JobModels:
         is_planned = True
         if self.declared.has_engines(config):
             is_planned = passes(engine_backend(config).layout, self.hf, config)
-            is_planned = is_planned and (not self.declared.trained_roles or passes(plan_from_config, self.hf, config))
+            is_planned = is_planned and (not self.declared.trained_roles or passes(_plan_syncs, self.hf, config))
         for role, model in self.served.engine_configs.items():
             if split_role(role)[1] and role in list_engine_roles(config, self.declared.roles):
-                is_planned = passes(plan_from_config, model, policy_config(config, role)) and is_planned
+                is_planned = passes(_plan_syncs, model, policy_config(config, role)) and is_planned
         return is_planned
 
     def plan_memory(self, config: Config) -> dict[str, list[StageMemory]]:
@@ -93,6 +93,13 @@ class JobModels:
             label: plan_memory(self.hf, config, self.declared, self.critic_hf, stages, role, ranks, other_models)
             for label, (role, ranks) in _group_ranks(config, self.declared.roles, stages).items()
         }
+
+
+def _plan_syncs(hf: HFConfig, config: Config) -> None:
+    """Plan the weight syncs. Those of adapters are compared with one of all weights, so both must be possible."""
+    plan_from_config(hf, config)
+    if syncs_adapters(config):
+        plan_from_config(hf, config, adapters=True)
 
 
 def _group_ranks(config: Config, roles: Sequence[str], served: Iterable[str]) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from megarl.config import Config, ConfigError, RolloutConfig
 from megarl.config.keys import max_pending_groups
+from megarl.models.memory import VLLM_BLOCK_TOKENS
 from megarl.parallel.placement import engine_ranks, has_model, placement_of, split_role
 from megarl.parallel.policy_configs import engine_key, policy_config
 from megarl.types.requirements import Requirements
@@ -110,9 +111,12 @@ def check_timeouts(config: Config, warnings: list[str]) -> None:
             "step; lower the first or raise the second"
         )
     concurrency = rollout.concurrency
-    if isinstance(max_requests := rollout.sglang.get("max_running_requests"), int) and max_requests > 0:
+    max_requests = rollout.sglang.get("max_running_requests", rollout.vllm.get("max_num_seqs"))
+    if isinstance(max_requests, int) and max_requests > 0:
         concurrency = min(concurrency, max_requests)
-    if isinstance(max_tokens := rollout.sglang.get("max_total_tokens"), int) and max_tokens > 0:
+    blocks = rollout.vllm.get("num_gpu_blocks_override")
+    max_tokens = rollout.sglang.get("max_total_tokens", blocks * VLLM_BLOCK_TOKENS if isinstance(blocks, int) else 0)
+    if isinstance(max_tokens, int) and max_tokens > 0:
         concurrency = max(1, min(concurrency, max_tokens // rollout.max_context))
     engines = len(engine_ranks(config))
     steps = 1 + rollout.max_staleness if rollout.asynchronous else 1  # whose conversations share an engine
@@ -124,7 +128,7 @@ def check_timeouts(config: Config, warnings: list[str]) -> None:
         f"an engine's {conversations} rollouts {scope}, of up to {tokens_per_rollout} tokens and {concurrency} at "
         f"once, so in {num_waves} waves,"
     )
-    more_room = "raise it, or give the engines more room (rollout.sglang.max_total_tokens, rollout.concurrency)"
+    more_room = "raise it, or give the engines more room (rollout.concurrency, the size of their KV cache)"
     for key, limit, tokens, subject, remedy in (
         ("request_timeout", rollout.request_timeout, rollout.max_new_tokens, answer, "raise it or lower the other"),
         ("step_timeout", rollout.step_timeout, num_waves * tokens_per_rollout, rollouts, more_room),

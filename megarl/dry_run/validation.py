@@ -51,7 +51,14 @@ from megarl.parallel.placement import (
     role_parallel,
     role_settings,
 )
-from megarl.parallel.policy_configs import check_change, list_engine_roles, policy_config, syncs_changes, takes_turns
+from megarl.parallel.policy_configs import (
+    check_change,
+    list_engine_roles,
+    policy_config,
+    syncs_adapters,
+    syncs_changes,
+    takes_turns,
+)
 from megarl.rewards.functions import load_functions
 from megarl.rewards.reward_settings import check_reward
 from megarl.sandbox.box import check_backend, probe, to_environment
@@ -464,15 +471,16 @@ def _facts(
 
 def _describe_weight_sync(hf: HFConfig, config: Config, ranks_per_node: int) -> list[tuple[str, str]]:
     """Describe the traffic of a weight sync. ranks_per_node: ranks per machine."""
-    plan = plan_from_config(hf, config)
+    plan = plan_from_config(hf, config, syncs_adapters(config))
     transfers, engines = plan.list_transfers(), len(plan.rank_map.engine)
     is_remote = transfers.src // ranks_per_node != transfers.dst // ranks_per_node
     received, over_network = transfers.nbytes.sum() / engines, transfers.nbytes[is_remote].sum() / engines
     network = f", {format_bytes(int(over_network))} of it over the network" if plan.world > ranks_per_node else ""
     num_buckets = 4 if syncs_changes(config) else 2
+    wire = WIRE_FORMATS[plan.assignment.wire]
     receiver = "each rank" if plan.rank_map.is_colocated else "each rank of an engine"
     return [
-        ("weights are sent as", WIRE_FORMATS[plan.assignment.wire]),
+        ("adapters alone are sent as" if syncs_adapters(config) else "weights are sent as", wire),
         (f"{receiver} receives", f"{format_bytes(int(received))} on average{network}"),
         ("rounds", f"{plan.rounds}, staging at most {num_buckets} x {config.rollout.weight_sync_bucket_mb} MiB"),
         *([("between nodes", "changes alone, after the first")] if syncs_changes(config) else []),

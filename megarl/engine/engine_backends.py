@@ -16,7 +16,10 @@ from megarl.reshard.plan.from_config import plan_for_layout
 from megarl.reshard.plan.layout import EngineLayout
 from megarl.reshard.plan.planner import ReshardPlan
 
-BACKENDS = {"sglang": "megarl.engine.sglang.sglang_backend:SGLangBackend"}
+BACKENDS = {
+    "sglang": "megarl.engine.sglang.sglang_backend:SGLangBackend",
+    "vllm": "megarl.engine.vllm.vllm_backend:VLLMBackend",
+}
 """Kinds of engines that come with MegaRL, by the value of `rollout.engine`."""
 NamedTensors = Sequence[tuple[str, torch.Tensor]]
 
@@ -101,6 +104,7 @@ def _load(name: str) -> EngineBackend:
         raise ConfigError(f"rollout.engine={name}: {plugins.format_error(error)}") from error
 
 
-def plan_from_config(hf: HFConfig, config: Config) -> ReshardPlan:
-    """Plan the weight sync from the actor's ranks to the engines', as placed by `placement`. Raises ConfigError."""
-    return plan_for_layout(hf, config, engine_backend(config).layout(hf, config))
+def plan_from_config(hf: HFConfig, config: Config, adapters: bool = False) -> ReshardPlan:
+    """Plan the weight sync from the actor's ranks to the engines', as placed by `placement`, or that of the adapters
+    alone. Raises ConfigError."""
+    return plan_for_layout(hf, config, engine_backend(config).layout(hf, config), adapters)

@@ -8,11 +8,11 @@ MODULE, because a process that has used CUDA cannot be forked, each server is a 
 settings as JSON on stdin.
 
 The host forks a supervisor for each connection of a rank, which carries one line of JSON {"server": module, "log":
-path, "environment": {...}, "settings": {...}} and, when the server has ended, its exit status as a line. The supervisor
-starts the server and ends it when the connection closes; for a killed rank the kernel closes it. A rank must not be a
-server's parent, because SGLang kills its parent's whole process tree when a start fails. As subreaper the supervisor
-inherits whatever the server leaves behind. The host ends, with all supervisors, at SIGTERM, which the kernel sends when
-its starter dies.
+path, "python": interpreter, "environment": {...}, "settings": {...}} and, when the server has ended, its exit status as
+a line. The supervisor starts the server and ends it when the connection closes; for a killed rank the kernel closes it.
+A rank must not be a server's parent, because SGLang kills its parent's whole process tree when a start fails. As
+subreaper the supervisor inherits whatever the server leaves behind. The host ends, with all supervisors, at SIGTERM,
+which the kernel sends when its starter dies.
 
 Each supervisor has a scratch folder, named by its pid, within the host's folder, which the server finds in its settings
 as "folder". The supervisor removes it together with the files that the server has listed in `LEFTOVERS`; if the
@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import glob
 import importlib
 import json
 import os
@@ -50,7 +51,8 @@ from megarl.processes.temp_folders import TempFolder
 HOST_VARIABLE = "MEGARL_ENGINE_HOST"
 """Environment variable with the socket of a host that another process has started for all engines of this machine."""
 LEFTOVERS = "leftovers"
-"""File in a server's folder with the paths, one per line, of files elsewhere that the server does not remove itself."""
+"""File in a server's folder with the paths, or glob patterns, one per line, of files elsewhere that the server does not
+remove itself."""
 _TORCHRUN_VARIABLES = re.compile(
     r"TORCHELASTIC_|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|LOCAL_WORLD_SIZE|ROLE_|MASTER_(ADDR|PORT)"
 )
@@ -111,7 +113,7 @@ def _remove_engine_files(folder: Path) -> None:
     leftovers = []
     with contextlib.suppress(OSError):
         leftovers = os.fsdecode((folder / LEFTOVERS).read_bytes()).splitlines()
-    for path in leftovers:
+    for path in (path for pattern in leftovers for path in glob.glob(pattern)):
         with contextlib.suppress(OSError):
             Path(path).unlink()
     shutil.rmtree(folder, ignore_errors=True)
@@ -209,7 +211,7 @@ class EngineHost:
         tempfile.tempdir = None
         settings = {**request["settings"], "folder": str(scratch)}
         try:
-            server = _fork(lambda: self._serve(connection, request["server"], settings, os.getppid()))
+            server = _fork(lambda: self._serve(connection, request, settings, os.getppid()))
             while not (wait_result := os.waitpid(server, os.WNOHANG))[0]:
                 closed, _, _ = select.select([connection], [], [], _POLL_S)
                 if closed or os.getppid() != self._pid:
@@ -222,7 +224,10 @@ class EngineHost:
             if os.getppid() != self._pid:
                 self._clean_up()
 
-    def _serve(self, connection: socket.socket, module: str, settings: dict[str, Any], supervisor: int) -> None:
+    def _serve(
+        self, connection: socket.socket, request: Mapping[str, Any], settings: dict[str, Any], supervisor: int
+    ) -> None:
+        module, python = request["server"], request["python"]
         connection.close()
         os.setsid()
         die_with_parent(supervisor)
@@ -233,7 +238,7 @@ class EngineHost:
             settings_file.write(json.dumps(settings).encode())
             settings_file.seek(0)
             os.dup2(settings_file.fileno(), 0)
-        os.execv(sys.executable, [sys.executable, "-m", module])
+        os.execv(python, [python, "-m", module])
 
 
 def _print_to(file: IO[bytes]) -> None:
@@ -275,14 +280,20 @@ class HostProcess:
 
     environment: added to this process's environment. Removed from that are torchrun's variables, since the engine's
     ranks would wait for torchrun's store, and whatever looks like a secret or is named in `hidden`. preloaded: module
-    of a server, which the host preloads and forks its engines from; empty for none.
+    of a server, which the host preloads and forks its engines from; empty for none. python: the host's interpreter.
 
     A thread supervises the host. If it ends, which ends its engines too, it is restarted on the same socket, where new
     connections wait for it meanwhile. If it is stopped (SIGSTOP), it is continued. A host that keeps ending is given
     up, and its socket is closed.
     """
 
-    def __init__(self, environment: Mapping[str, str], preloaded: str = "", hidden: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        environment: Mapping[str, str],
+        preloaded: str = "",
+        hidden: Collection[str] = (),
+        python: str = sys.executable,
+    ) -> None:
         self._folder = TempFolder("megarl-engines-", remove_host_folder)
         self.path = str(Path(self._folder.path, "socket"))
         inherited = {
@@ -291,7 +302,7 @@ class HostProcess:
             if not (_TORCHRUN_VARIABLES.match(name) or _SECRET.search(name) or name in hidden)
         }
         self._environment = {**inherited, **environment}
-        self._preloaded = preloaded
+        self._preloaded, self._python = preloaded, python
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(self.path)
         self._listener.listen()
@@ -357,7 +368,7 @@ class HostProcess:
     def _start(self) -> None:
         self.process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "megarl.engine.engine_host"),
+                *(self._python, "-m", "megarl.engine.engine_host"),
                 *(str(self._listener.fileno()), str(os.getpid()), self._folder.path),
                 self._preloaded,
             ],
@@ -378,18 +389,24 @@ class HostedServer:
     """A server run by a host. It ends when this object's connection to the host closes.
 
     path: the host's socket. module: the server. log: file for its output. environment: added to the host's. settings:
-    of the server's `main`.
+    of the server's `main`. python: interpreter of a server that the host has not preloaded.
     """
 
     def __init__(
-        self, path: str, module: str, log: Path, environment: Mapping[str, str], settings: Mapping[str, Any]
+        self,
+        path: str,
+        module: str,
+        log: Path,
+        environment: Mapping[str, str],
+        settings: Mapping[str, Any],
+        python: str = sys.executable,
     ) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
         self._status: int | None = None
         self.is_abandoned = False
         """True if it ended without an exit status, because its supervisor or host was killed."""
         self._poll_lock = threading.Lock()  # the exit status can be read only once
-        files = {"server": module, "log": str(log.resolve())}
+        files = {"server": module, "log": str(log.resolve()), "python": python}
         request = {**files, "environment": dict(environment), "settings": dict(settings)}
         self._socket.connect(path)
         self._socket.sendall(json.dumps(request).encode() + b"\n")

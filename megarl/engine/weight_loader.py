@@ -18,6 +18,9 @@ hash.
 {"do": "session", "socket": path} -> {"orders": n}: serve further orders from a socket until the trainer hangs up, see
 `WeightChannel`. Each order names its "bucket" and says whether it is for the "draft" model.
 {"do": "join"} -> {}: this model, a draft model, takes part in the next session.
+{"do": "keep", "tensors": [names], "factors": {name: [dtype, shape]}} -> {}: copy these tensors to the host, and create
+the factors of adapters, which "write" and "read" then find like tensors. Does nothing when it is repeated.
+{"do": "merge", "scale": s, "merges": [...]} -> {}: write the kept tensors with adapters merged, see `merge_adapters`.
 {"do": "finish"} -> {}: the engine recomputes what it derives from weights.
 """
 
@@ -27,7 +30,7 @@ import json
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -35,7 +38,9 @@ from weakref import WeakKeyDictionary
 import torch
 
 from megarl.engine.engine_protocol import EngineError
+from megarl.models.fp8 import BLOCK, FP8, SCALE_SUFFIX, block_amax, compute_scales, dequantise, quantise
 from megarl.models.layout_algebra import matrix_shape
+from megarl.models.lora_tables import merge_adapter
 from megarl.parallel import device, shared_memory
 from megarl.processes.temp_folders import TempFolder
 from megarl.reshard.run.copies import device_hashes, pack, unpack
@@ -270,6 +275,13 @@ def _run_order(
             if not any(draft is model for draft in _DRAFT_MODELS):
                 _DRAFT_MODELS.append(model)
             return {}
+        case "keep":
+            if model not in _ADAPTED:
+                _ADAPTED[model] = keep_base(writable_tensors(model), order)
+            return {}
+        case "merge":
+            merge_adapters(writable_tensors(model), _ADAPTED[model], order)
+            return {}
         case "finish":
             _TENSOR_CACHE.pop(model, None)
             hooks.finish(model)
@@ -285,8 +297,60 @@ def _get_tensors(model: torch.nn.Module, sync_id: str | None) -> dict[str, torch
     and the engine may replace tensors between weight syncs."""
     cached = _TENSOR_CACHE.get(model)
     if cached is None or sync_id is None or cached[0] != sync_id:
-        cached = _TENSOR_CACHE[model] = sync_id, writable_tensors(model)
+        tensors = writable_tensors(model) | (_ADAPTED[model].factors if model in _ADAPTED else {})
+        cached = _TENSOR_CACHE[model] = sync_id, tensors
     return cached[1]
+
+
+class AdaptedModel(NamedTuple):
+    """What a model's weights are merged from: those that it has loaded, on the host, and the factors, by name."""
+
+    base: dict[str, torch.Tensor]
+    factors: dict[str, torch.Tensor]
+
+
+_ADAPTED: WeakKeyDictionary[torch.nn.Module, AdaptedModel] = WeakKeyDictionary()
+
+
+def keep_base(tensors: Mapping[str, torch.Tensor], order: Mapping[str, Any]) -> AdaptedModel:
+    """Copy tensors to the host, with their scales, and create zeros for factors, see "keep"."""
+    names = [name for name in order["tensors"] if name in tensors]
+    names += [name + SCALE_SUFFIX for name in names if tensors[name].dtype == FP8]
+    base = {name: tensors[name].to("cpu", copy=True) for name in names}
+    some = next(iter(tensors.values()))
+    factors = {
+        name: torch.zeros(shape, dtype=getattr(torch, dtype), device=some.device)
+        for name, (dtype, shape) in order["factors"].items()
+    }
+    return AdaptedModel(base, factors)
+
+
+def merge_adapters(tensors: Mapping[str, torch.Tensor], adapted: AdaptedModel, order: Mapping[str, Any]) -> None:
+    """Write W + scale * B A into the parts of tensors that have adapters, with the bits that the trainer would send.
+
+    For the entries of "merges" see `reshard.plan.adapters.Merge`. An FP8 tensor is dequantised to bfloat16 first, and
+    quantised again; no part begins or ends within a block.
+    """
+    for name, index, dim, offset, a_name, b_name in order["merges"]:
+        a, b = (_entry(adapted.factors[factor], index) for factor in (a_name, b_name))
+        size = a.shape[1] if dim else b.shape[0]
+        target, base = (_entry(side[name], index).narrow(dim, offset, size) for side in (tensors, adapted.base))
+        base = base.to(target.device)
+        if target.dtype != FP8:
+            target.copy_(merge_adapter(base, a, b, order["scale"]))
+            continue
+        first, count = offset // BLOCK, -(-size // BLOCK)
+        scales, base_scales = (
+            _entry(side[name + SCALE_SUFFIX], index).narrow(dim, first, count) for side in (tensors, adapted.base)
+        )
+        merged = merge_adapter(dequantise(base, base_scales.to(target.device)), a, b, order["scale"])
+        scales.copy_(compute_scales(block_amax(merged, 0, 0, scales.shape)))
+        target.copy_(quantise(merged, scales, 0, 0))
+
+
+def _entry(tensor: torch.Tensor, index: int) -> torch.Tensor:
+    """Return an expert's entry of a stack, or the whole tensor for -1."""
+    return tensor if index == -1 else tensor[index]
 
 
 def writable_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:

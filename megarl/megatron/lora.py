@@ -39,7 +39,7 @@ from megarl.config import Config
 from megarl.megatron.model_layers import ValueHead
 from megarl.megatron.parameter_names import named_params, unwrap
 from megarl.models.layout_algebra import Dim1Sharding, Param, Replicated, SectionSharding, shard, split_with
-from megarl.models.lora_tables import LORA_A, LORA_B, adapted_weights, factor_names, factor_params, merge_adapter
+from megarl.models.lora_tables import LORA_A, LORA_B, adapted_weights, factor_params
 from megarl.models.registry import family_of
 
 STATE_PREFIX = "adapters."
@@ -228,25 +228,6 @@ def disable_adapters(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.enabled = True
-
-
-class MergedWeights(Mapping[str, torch.Tensor]):
-    """A rank's weights by canonical name, with their adapters merged on each lookup and not cached."""
-
-    def __init__(self, weights: Mapping[str, torch.Tensor], adapters: Mapping[str, torch.Tensor], scale: float) -> None:
-        self.weights, self.adapters, self.scale = weights, adapters, scale
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        a, b = factor_names(name)
-        if a not in self.adapters:
-            return self.weights[name]
-        return merge_adapter(self.weights[name], self.adapters[a], self.adapters[b], self.scale)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.weights)
-
-    def __len__(self) -> int:
-        return len(self.weights)
 
 
 def _adapters(chunks: Sequence[torch.nn.Module]) -> list[Adapters]:

@@ -32,7 +32,7 @@ from megarl.models import int4
 from megarl.models.family import VALUE_HEAD
 from megarl.models.flops import quadratic_cost
 from megarl.models.layout_algebra import Param, shard
-from megarl.models.lora_tables import adapter_params
+from megarl.models.lora_tables import MergedWeights, adapter_params
 from megarl.models.memory import critic_params
 from megarl.models.registry import family_of, num_trained_mtp
 from megarl.models.routing import RoutingShape, routing_shape
@@ -201,7 +201,7 @@ class MegatronModel:
         settings = self.config.lora
         if not settings.rank:
             return self.local_params()
-        return lora.MergedWeights(self.local_params(), self.local_adapters(), settings.alpha / settings.rank)
+        return MergedWeights(self.local_params(), self.local_adapters(), settings.alpha / settings.rank)
 
     def load_shards(self, get: ShardLoader) -> None:
         """Fill every local parameter with the shard `get(param, parts, part)`, cut as by `layout_algebra.split_param`.

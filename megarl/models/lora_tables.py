@@ -12,7 +12,7 @@ columns, it shards A's columns and replicates B.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import filterfalse
 from typing import Any
@@ -25,6 +25,8 @@ from megarl.models.layout_algebra import Dim1Sharding, HFTensor, Param, Replicat
 from megarl.models.registry import part_of
 
 LORA_A, LORA_B = "lora_a", "lora_b"
+_MERGED_AT_ONCE = 1 << 22
+"""Elements that are merged at a time: all ranks are added while they are in the cache of a GPU."""
 PEFT_PREFIX = "base_model.model."
 """Prefix of HF names in PEFT's files, from its model wrappers."""
 
@@ -43,18 +45,33 @@ def adapted_weights(params: Iterable[Param], targets: Sequence[str]) -> list[Par
     projection of keys and values, whose weight Megatron multiplies into queries and outputs without calling the layer.
     Raises ConfigError for a target that matches none.
     """
+    paths = list(_linear_paths(params))
+    for target in targets:
+        if not any(path.endswith(f".{target}") for _, path in paths):
+            known = ", ".join(sorted({path.rpartition(".")[2] for _, path in paths}))
+            raise ConfigError(f"lora.target_modules: {target} names no linear layer of this model; it has {known}")
+    return _select(paths, targets)
+
+
+def adapted_in_layer(params: Iterable[Param], targets: Sequence[str]) -> list[Param]:
+    """Return `adapted_weights` of some layers of a model, of which none may have a target."""
+    return _select(_linear_paths(params), targets)
+
+
+def _linear_paths(params: Iterable[Param]) -> Iterator[tuple[Param, str]]:
+    """Yield the weights that may have adapters, each with its module's name without the numbers."""
     params, parts = list(params), ("attention", "dense mlp", "experts")
     linear = [p for p in params if len(p.hf[0].shape) == 2 and part_of(p) in parts and p.megatron.endswith(".weight")]
     if any(map(is_indexer, params)):
         linear = [p for p in linear if not is_indexer(p) and ".linear_kv_up_proj." not in p.megatron]
-    modules = [param.megatron.removesuffix(".weight").split(".") for param in linear]
-    paths = [".".join(part for part in module if not part.isdigit()) for module in modules]
-    for target in targets:
-        if not any(path.endswith(f".{target}") for path in paths):
-            known = ", ".join(sorted({path.rpartition(".")[2] for path in paths}))
-            raise ConfigError(f"lora.target_modules: {target} names no linear layer of this model; it has {known}")
+    for param in linear:
+        module = param.megatron.removesuffix(".weight").split(".")
+        yield param, ".".join(part for part in module if not part.isdigit())
+
+
+def _select(paths: Iterable[tuple[Param, str]], targets: Sequence[str]) -> list[Param]:
     suffixes = tuple(f".{target}" for target in targets) or ""  # every path ends with ""
-    return [param for param, path in zip(linear, paths, strict=True) if path.endswith(suffixes)]
+    return [param for param, path in paths if path.endswith(suffixes)]
 
 
 def adapter_params(params: Iterable[Param], lora: LoraConfig) -> list[Param]:
@@ -77,8 +94,36 @@ def factor_params(param: Param, rank: int) -> tuple[Param, Param]:
 
 
 def merge_adapter(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return W + scale * B A, summed in fp32, in the weight's dtype. Works on shards as on full tensors."""
-    return torch.addmm(weight.float(), b.float(), a.float(), alpha=scale).to(weight.dtype)
+    """Return W + scale * B A, summed in fp32, in the weight's dtype.
+
+    Each element is computed from its row of B and its column of A alone, in the order of ranks, where a matrix product
+    may sum in an order that depends on the shape. So a part of a weight gets the bits of that part of the whole.
+    """
+    merged, b, a = weight.to(torch.float32, copy=True), b.float() * scale, a.float()
+    rows = max(1, _MERGED_AT_ONCE // weight.shape[1])
+    for part, b_part in zip(merged.split(rows), b.split(rows), strict=True):
+        for rank in range(len(a)):
+            part.addcmul_(b_part[:, rank : rank + 1], a[rank : rank + 1])
+    return merged.to(weight.dtype)
+
+
+class MergedWeights(Mapping[str, torch.Tensor]):
+    """A rank's weights by canonical name, with their adapters merged on each lookup and not cached."""
+
+    def __init__(self, weights: Mapping[str, torch.Tensor], adapters: Mapping[str, torch.Tensor], scale: float) -> None:
+        self.weights, self.adapters, self.scale = weights, adapters, scale
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        a, b = factor_names(name)
+        if a not in self.adapters:
+            return self.weights[name]
+        return merge_adapter(self.weights[name], self.adapters[a], self.adapters[b], self.scale)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.weights)
+
+    def __len__(self) -> int:
+        return len(self.weights)
 
 
 def peft_tensors(tensors: Mapping[str, torch.Tensor], params: Iterable[Param], rank: int) -> dict[str, torch.Tensor]:

@@ -37,7 +37,7 @@ from megarl.models.layout_algebra import (
     layer_of,
     local_shape,
 )
-from megarl.models.lora_tables import adapter_params
+from megarl.models.lora_tables import adapted_weights, adapter_params
 from megarl.models.pipeline_stages import stage_layers
 from megarl.models.registry import family_of, num_trained_mtp
 from megarl.parallel.placement import has_separate_reference, placement_of, role_config, split_role
@@ -45,6 +45,7 @@ from megarl.parallel.policy_configs import (
     list_engine_roles,
     policy_config,
     sleeps_with_weights,
+    syncs_adapters,
     syncs_changes,
 )
 from megarl.types.requirements import Requirements
@@ -263,9 +264,13 @@ def plan_memory(
                 host["last good policy"] = host.get("last good policy", 0) + model_bytes
         if requirements.has_rollout and requirements.trained_roles and config.train.offload and states:
             host["states, while generating"] = sum(states[name] for name in states if "gradients" not in name)
+        if engine and syncs_adapters(config):
+            host["engine weights without adapters"] = adapted_bytes(hf, config, size)
         if engine and sleeps_with_weights(config, requirements.roles, "rollout"):
             host["engine weights, asleep"] = engine["engine weights"]
         for role, parts in other_engines.items():
+            if split_role(role)[1] and syncs_adapters(own := policy_config(config, role)):
+                host[f"{role} weights without adapters"] = adapted_bytes(other_models[role], own, size)
             if sleeps_with_weights(config, requirements.roles, role):
                 host[f"{role} weights, asleep"] = parts[f"{role} weights"]
         offloaded, weight_sync = requirements.has_rollout and config.train.offload, syncs.pop("actor", {})
@@ -274,10 +279,20 @@ def plan_memory(
     return stages
 
 
+VLLM_BLOCK_TOKENS = 32
+"""Tokens per block of vLLM's KV cache."""
+
+
+def max_cached_tokens(rollout: RolloutConfig) -> int:
+    """Return the tokens that settings of the engines allow in a KV cache; 0 if they set no limit."""
+    blocks = int(rollout.vllm.get("num_gpu_blocks_override") or 0)
+    return int(rollout.sglang.get("max_total_tokens") or blocks * VLLM_BLOCK_TOKENS)
+
+
 def engine_parts(hf: HFConfig, rollout: RolloutConfig, size: int) -> dict[str, int]:
     """Return the memory of an engine on one of its ranks, by part. size: bytes per element."""
-    # `max_total_tokens` caps the cache; otherwise it must hold all of the engine's conversations.
-    cached = int(rollout.sglang.get("max_total_tokens") or rollout.concurrency * rollout.max_context)
+    # Settings cap the cache; otherwise it must hold all of the engine's conversations.
+    cached = max_cached_tokens(rollout) or rollout.concurrency * rollout.max_context
     drafts = bool(rollout.num_speculative_tokens)
     parts = {
         "engine weights": engine_bytes(hf, rollout.tp, size, drafts),
@@ -580,7 +595,7 @@ def offloaded_bytes(elements: ElementCounts, dp: int, expert_dp: int, offloaded:
     return {OFFLOADED_STATES: 12 * count, "gradients, offloaded": 4 * count} if offloaded else {}
 
 
-def engine_bytes(hf: HFConfig, tp: int, size: int, drafts: bool = False) -> int:
+def engine_bytes(hf: HFConfig, tp: int, size: int, drafts: bool = False, lora: LoraConfig | None = None) -> int:
     """Return the bytes of weights on one rank of an SGLang engine.
 
     A rank has 1 / tp of the experts, whether these are distributed (EP) or sharded (TP).
@@ -588,9 +603,14 @@ def engine_bytes(hf: HFConfig, tp: int, size: int, drafts: bool = False) -> int:
     size: bytes per element. FP8 weights of an FP8 checkpoint take one byte, plus a scale per block; experts of an INT4
         checkpoint half a byte, plus a scale per group.
     drafts: include the multi-token prediction layers.
+    lora: count only weights with adapters.
     """
     total, fp8, has_int4_experts = float(family_of(hf).engine_only_elements(hf) * size), is_fp8(hf), int4.is_int4(hf)
-    for param, count in unique_params(hf, drafts):
+    counts = list(unique_params(hf, drafts))
+    if lora is not None:
+        adapted = {param.megatron for param in adapted_weights([row for row, _ in counts], lora.target_modules)}
+        total, counts = 0.0, [row for row in counts if row[0].megatron in adapted]
+    for param, count in counts:
         if isinstance(param.sharding, Replicated) and param.expert is None:
             elements = param.size
         elif isinstance(param.sharding, QKVSharding | GatedQKVSharding):
@@ -607,6 +627,12 @@ def engine_bytes(hf: HFConfig, tp: int, size: int, drafts: bool = False) -> int:
         else:
             total += elements * (1 + 4 / BLOCK**2 if fp8 and is_quantised(param) else size)
     return round(total)
+
+
+def adapted_bytes(hf: HFConfig, config: Config, size: int) -> int:
+    """Return the bytes of the weights with adapters on one rank of an engine, see `engine_bytes`."""
+    rollout = config.rollout
+    return engine_bytes(hf, rollout.tp, size, bool(rollout.num_speculative_tokens), config.lora)
 
 
 def kv_elements(hf: HFConfig, tp: int, drafts: bool = False) -> int:

@@ -148,13 +148,19 @@ def sleeps_with_weights(config: Config, roles: Iterable[str], role: str) -> bool
     if takes_turns(config, roles, role):
         return True
     own = policy_config(config, role)
-    return syncs_changes(own) and (not own.rollout.asynchronous or bool(find_shared_ranks(config, roles, role)))
+    needs_weights = syncs_changes(own) or syncs_adapters(own)
+    return needs_weights and (not own.rollout.asynchronous or bool(find_shared_ranks(config, roles, role)))
 
 
 def syncs_changes(config: Config) -> bool:
     """Return whether weight syncs send changes alone: there are other nodes to send to."""
     parallel, rollout = config.parallel, config.rollout
     return rollout.sync_changes_only and not rollout.replay and parallel.world_size > parallel.ranks_per_node
+
+
+def syncs_adapters(config: Config) -> bool:
+    """Return whether weight syncs send LoRA's adapters alone."""
+    return config.rollout.sync_adapters_only and not config.rollout.replay and config.lora.rank > 0
 
 
 def find_shared_ranks(config: Config, roles: Iterable[str], role: str) -> frozenset[int]:

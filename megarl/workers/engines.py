@@ -18,7 +18,7 @@ from megarl.engine.engine_restart import EngineRestart
 from megarl.observe.clock import REMOTE
 from megarl.parallel import device, ranks
 from megarl.parallel.placement import engine_ranks, placement_of, role_parallel
-from megarl.parallel.policy_configs import syncs_changes
+from megarl.parallel.policy_configs import syncs_adapters, syncs_changes
 from megarl.utils.addresses import free_port
 from megarl.workers.actor import ActorWorker
 from megarl.workers.context import Context, Worker
@@ -80,7 +80,7 @@ class Engines:
                 self.config,
                 self.engine_index,
                 label=label,
-                keeps_weights=self.takes_turns or syncs_changes(self.config),
+                keeps_weights=self.takes_turns or syncs_changes(self.config) or syncs_adapters(self.config),
                 first_device=self.job.local_rank,
                 nnodes=-(-tp // ranks_per_node),
                 node_rank=self._position // ranks_per_node,

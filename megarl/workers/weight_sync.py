@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +14,12 @@ from megarl.engine.engine_backends import engine_backend
 from megarl.engine.engine_protocol import Engine, EngineError, GatherPayloads
 from megarl.engine.weight_sender import WeightSender
 from megarl.models.layout_algebra import HFConfig, Param
+from megarl.models.lora_tables import MergedWeights, adapted_weights
 from megarl.models.registry import family_of, num_trained_mtp
 from megarl.parallel import device
-from megarl.parallel.policy_configs import syncs_changes
+from megarl.parallel.policy_configs import syncs_adapters, syncs_changes
 from megarl.parallel.ranks import Job, all_gather_objects, host_group, new_host_group
+from megarl.reshard.plan.adapters import factor_shapes, list_merges
 from megarl.reshard.plan.from_config import build_plan
 from megarl.reshard.plan.layout import (
     find_digest_mismatch,
@@ -27,7 +29,9 @@ from megarl.reshard.plan.layout import (
     find_shard_problems,
     is_shared_expert,
     plan_digest,
+    planes,
 )
+from megarl.reshard.plan.planner import ReshardPlan
 from megarl.reshard.run.executor import Executor, WeightSyncError, is_fully_verified
 
 
@@ -59,6 +63,10 @@ class WeightSync:
         self.num_experts = family.num_experts(hf)
         rows = family.params(hf, 1, mtp=num_trained_mtp(hf, config) > 0)
         self.params: list[Param] = [part for row in rows for part in row.by_slot()]
+        self.adapted: list[Param] = []
+        """The weights whose adapters alone are sent; empty if all weights are sent."""
+        if syncs_adapters(config):
+            self.adapted = [part for row in adapted_weights(rows, config.lora.target_modules) for part in row.by_slot()]
         self.train_ranks, self.engine_ranks = train_ranks, engine_ranks
         self.backend = engine_backend(config)
         self.plan = build_plan(hf, config, self.backend.layout(hf, config), train_ranks, engine_ranks)
@@ -70,6 +78,8 @@ class WeightSync:
         self.is_member = job.rank in self.member_ranks
         self.engine_rank = self.plan.rank_map.engine_rank(job.rank)
         self.executor: Executor | None = None
+        """Sends all weights; with `rollout.sync_adapters_only` only for comparison."""
+        self.adapter_executor: Executor | None = None
         self.num_syncs = 0
         """Syncs since `verify_next`; counted on all ranks, including non-members."""
         self.is_checked = False
@@ -81,7 +91,7 @@ class WeightSync:
         Counted with `rollout.sync_changes_only`."""
         if self.is_member:
             ranks_per_node, bucket = config.parallel.ranks_per_node, self.plan.bucket_bytes
-            digest = plan_digest(dict(hf), self.plan.train, self.plan.engine, ranks_per_node, bucket)
+            digest = plan_digest(dict(hf), config.lora, self.plan.train, self.plan.engine, ranks_per_node, bucket)
             if problem := find_digest_mismatch(dict(zip(self.member_ranks, self._gather(digest), strict=True))):
                 raise ConfigError(problem)
 
@@ -105,7 +115,8 @@ class WeightSync:
     def sync(self, local: Mapping[str, torch.Tensor], version: int) -> bool:
         """Replace every engine's weights by the training ranks' shards, as the given version.
 
-        local: this rank's shards by canonical name; empty on ranks that do not train. Returns True if all engines have
+        local: this rank's shards by canonical name, of `MergedWeights` if there are adapters; empty on ranks that do
+        not train. Returns True if all engines have
         the weights. Returns False if an engine was lost: no engine generates then, and the sync must be repeated after
         the restart.
 
@@ -117,13 +128,15 @@ class WeightSync:
             return True
         where = f"the weight sync of version {version}"
         self._has_lost_engine = False
-        problems = find_shard_problems(local, self.params, self.plan.train, self.job.rank, self.num_experts)
-        self._raise_if_any(problems + find_nonfinite(local, self.job.rank), where)
+        weights = local.weights if isinstance(local, MergedWeights) else local
+        sent = self._select_sent(local)
+        problems = find_shard_problems(weights, self.params, self.plan.train, self.job.rank, self.num_experts)
+        self._raise_if_any(problems + find_nonfinite(sent, self.job.rank), where)
         problems, lost = self._gather_live_problems(self._run_on_engine(lambda engine: engine.begin_update()))
         self.sent_bytes = self.whole_bytes = 0
-        has_base = self.executor is not None and self.executor.has_base
-        if self.executor is not None and has_base and self._gather_engines() != self._base_engines:
-            self.executor.drop_base()
+        has_base = self._sending is not None and self._sending.has_base
+        if self._sending is not None and has_base and self._gather_engines() != self._base_engines:
+            self._sending.drop_base()
             has_base = False
         if not (problems or lost):
             sender = self._make_sender()
@@ -145,11 +158,11 @@ class WeightSync:
             raise ConfigError(f"{where}: {problems[0]}")
         self.is_checked = self.is_checked or succeeded
         is_complete = not (lost or lost_at_end)
-        if self.sends_changes and self.executor is not None:
+        if self.sends_changes and self._sending is not None:
             if is_complete:
-                self.executor.keep_base(local)
+                self._sending.keep_base(sent)
                 self._base_engines = self._gather_engines()
-            counts = self._gather((self.executor.sent_bytes, self.executor.whole_bytes))
+            counts = self._gather((self._sending.sent_bytes, self._sending.whole_bytes))
             self.sent_bytes, self.whole_bytes = (sum(column) for column in zip(*counts, strict=True))
         return is_complete
 
@@ -157,23 +170,94 @@ class WeightSync:
         """Return weight version and start number of each rank's engine, if the rank leads one."""
         return self._gather(None if self.engine is None else (self.engine.weight_version, self.engine.start_number))
 
+    @property
+    def _sending(self) -> Executor | None:
+        """What sends in each weight sync; None before the first."""
+        return self.adapter_executor if self.adapted else self.executor
+
     def _send(self, local: Mapping[str, torch.Tensor], sender: WeightSender, version: int) -> None:
-        self._run_executor(local, sender, version)
+        if self.adapted:
+            self._send_adapters(local, sender, version)
+        else:
+            self._send_weights(local, sender, version)
         for draft in self._draft_flags if self.engine_rank is not None else ():
             sender.send_order({"do": "finish"}, draft)
 
-    def _run_executor(
+    def _send_weights(
         self, local: Mapping[str, torch.Tensor], sender: WeightSender, version: int, compare: bool = False
     ) -> None:
         if self.executor is None:
-            verify_every = self.config.rollout.verify_weights_every
-            self.executor = Executor(self.plan, self.job.rank, verify_every, device.allocate_shared)
+            self.executor = self._make_executor(self.plan)
+        self._run_executor(self.executor, local, sender, version, compare)
 
+    def _send_adapters(self, local: Mapping[str, torch.Tensor], sender: WeightSender, version: int) -> None:
+        """Send the adapters, have the engines merge them, and compare the result with what would have been sent in the
+        syncs that are fully verified."""
+        if self.adapter_executor is None:
+            layout = self.plan.engine
+            plan = build_plan(self.hf, self.config, layout, self.train_ranks, self.engine_ranks, adapters=True)
+            self.adapter_executor = self._make_executor(plan)
+        for order, draft in self._adapter_orders("keep"):
+            sender.send_order(order, draft)
+        self._run_executor(self.adapter_executor, self._select_sent(local), sender, version)
+        for order, draft in self._adapter_orders("merge"):
+            sender.send_order(order, draft)
+        if self.is_verified:
+            self._send_weights(local, sender, version, compare=True)
+            if wrong := self._select_mismatches(sender):
+                text = "the engine's weights with the adapters merged differ from the trainer's"
+                sender.errors.append(f"{text}: {', '.join(wrong[:3])} ({len(wrong)})")
+
+    def _select_sent(self, local: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Return what this rank sends in each weight sync: its weights, or its adapters alone."""
+        return local.adapters if self.adapted and isinstance(local, MergedWeights) else local
+
+    def _adapter_orders(self, action: str) -> Iterator[tuple[dict[str, Any], bool]]:
+        """Yield the order to keep or to merge for each model of this rank's engine, and whether it is the draft."""
+        if self.engine_rank is None:
+            return
+        layout, lora, dtype = self.plan.engine, self.config.lora, self.config.model.dtype
+        position = self.engine_rank % layout.tp
+        for draft in self._draft_flags:
+            weights = [weight for weight in self.adapted if weight.slot and weight.slot.is_draft == draft]
+            if action == "merge":
+                merges = list_merges(weights, layout, position, self.num_experts)
+                yield {"do": action, "scale": lora.alpha / lora.rank, "merges": merges}, draft
+                continue
+            names = sorted({slot.name for weight in weights if (slot := layout.slot_of(weight))})
+            shapes = factor_shapes(weights, lora.rank, layout, position, self.num_experts)
+            yield {"do": action, "tensors": names, "factors": {k: [dtype, v] for k, v in shapes.items()}}, draft
+
+    def _select_mismatches(self, sender: WeightSender) -> list[str]:
+        """Return the tensors that a comparison found to differ.
+
+        A quantised engine that gets adapters alone keeps the scales of the checkpoint for weights without adapters,
+        which differ from those of a new quantisation.
+        """
+        if not self.adapted or self.plan.assignment.wire not in ("fp8", "int4"):
+            return sender.mismatches
+        wire, layout = self.plan.assignment.wire, self.plan.engine
+        adapted = {slot.name for weight in self.adapted if (slot := layout.slot_of(weight))}
+        slots = [(param, slot) for param in self.params if (slot := layout.slot_of(param)) and slot.name not in adapted]
+        kept = {slot.name + p.suffix for param, slot in slots if len(sent := planes(param, wire)) > 1 for p in sent}
+        return [name for name in sender.mismatches if name not in kept]
+
+    def _make_executor(self, plan: ReshardPlan) -> Executor:
+        return Executor(plan, self.job.rank, self.config.rollout.verify_weights_every, device.allocate_shared)
+
+    def _run_executor(
+        self,
+        executor: Executor,
+        local: Mapping[str, torch.Tensor],
+        sender: WeightSender,
+        version: int,
+        compare: bool = False,
+    ) -> None:
         def share(buckets: Sequence[torch.Tensor]) -> None:
             sender.open(buckets, self.plan.engine.draft)
 
         try:
-            self.executor.sync(local, sender, version, sender.wait_pending, compare, share)
+            executor.sync(local, sender, version, sender.wait_pending, compare, share)
         except BaseException as error:
             sender.close_channel()  # the engine process waits for orders
             if isinstance(error, WeightSyncError):
@@ -200,17 +284,17 @@ class WeightSync:
         where = "the comparison of weights"
         self._raise_if_any(self._run_on_engine(lambda engine: engine.begin_update()), where)
         sender = self._make_sender()
-        self._run_executor(local, sender, version, compare=True)
+        self._send_weights(local, sender, version, compare=True)
         self._raise_if_any(sender.errors, where)
         self._run_on_engine(lambda engine: engine.end_update(None))
-        return sorted({name for names in self._gather(sender.mismatches) for name in names})
+        return sorted({name for names in self._gather(self._select_mismatches(sender)) for name in names})
 
     def verify_next(self) -> None:
         """Request full verification of the next weight sync. Call on all ranks."""
         self.num_syncs = 0
-        if self.executor is not None:
-            self.executor.num_syncs = 0
-            self.executor.drop_base()
+        if self._sending is not None:
+            self._sending.num_syncs = 0
+            self._sending.drop_base()
 
     @property
     def _draft_flags(self) -> tuple[bool, ...]:

@@ -81,6 +81,7 @@ RANGES: dict[str, tuple[str, ...]] = {
 }
 PLAIN = {
     "rollout.sglang": ("{mem_fraction_static: .nan}", "3", "[1]", "null"),
+    "rollout.vllm": ("{max_num_seqs: .nan}", "3", "[1]", "null"),
     "model.megatron": ("{moe_aux_loss_coeff: .inf}", "x"),
     "reward.weights": ("{even: .nan}", "{even: .inf}", "{even: high}", "{even: true}", "{even: 1e9}", "[1]", "3"),
     "train.ddp": ("{bucket_size: 100000000000000000000}",),

@@ -163,6 +163,26 @@ CASES = [
         ("rollout.sglang.max_total_tokens=1 ", "rollout.max_context=192"),
         ("rollout.sglang={max_total_tokens: 1}",),
     ),
+    Case(
+        "vLLM with settings of SGLang",
+        ("rollout.sglang.page_size with rollout.engine=vllm", "remove it"),
+        ("rollout.engine=vllm", "rollout.sglang={page_size: 4}"),
+    ),
+    Case(
+        "SGLang with settings of vLLM",
+        ("rollout.vllm.max_num_seqs with rollout.engine=sglang", "remove it"),
+        ("rollout.vllm={max_num_seqs: 4}",),
+    ),
+    Case(
+        "a setting of vLLM that nobody has reviewed",
+        ("rollout.vllm.quantization may not be set", "max_num_seqs"),
+        ("rollout.engine=vllm", "rollout.vllm={quantization: fp8}"),
+    ),
+    Case(
+        "a temperature that vLLM raises",
+        ("rollout.temperature=0.001 with rollout.engine=vllm", "0.01"),
+        ("rollout.engine=vllm", "rollout.temperature=0.001"),
+    ),
     # Recordings as a whole.
     Case("a missing recording", ("rollout.replay=FOLDER/recorded", "no such run folder"), REPLAY),
     Case(

@@ -239,6 +239,16 @@ CASES = [
     Case("an unknown schedule", ("actor_optimizer.schedule must be one of cosine",), ("actor_optimizer.schedule=cos",)),
     Case("targets without LoRA", ("lora.target_modules", "set lora.rank"), ("lora.target_modules=[linear_qkv]",)),
     Case(
+        "syncs of adapters without LoRA",
+        ("rollout.sync_adapters_only", "set lora.rank"),
+        ("rollout.sync_adapters_only=true",),
+    ),
+    Case(
+        "syncs of adapters to engines that lose their weights",
+        ("rollout.sync_adapters_only", "enable_weights_cpu_backup"),
+        ("lora.rank=4", "rollout.sync_adapters_only=true", "rollout.sglang.enable_weights_cpu_backup=false"),
+    ),
+    Case(
         "an unknown LoRA target",
         ("lora.target_modules", "linear_qkw"),
         ("lora.rank=4", "lora.target_modules=[linear_qkw]"),

@@ -18,7 +18,7 @@ from orders import overwrite_weights
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.cpu import sglang_speculative as on_cpu
 from megarl.engine.engine_protocol import Generation
-from megarl.engine.sglang.sglang_client import SGLangClient, is_truncated_sampling
+from megarl.engine.http_client import HTTPClient, is_truncated_sampling
 from megarl.environments.catalog import load_tools
 from megarl.observe.metrics import rollout_metrics
 from megarl.reshard.plan.layout import EngineLayout
@@ -126,7 +126,7 @@ def drafting_engine(
 
 def generate(running: RunningEngine, prompts: list[list[int]], params: list[dict[str, object]]) -> list[Generation]:
     async def run() -> list[Generation]:
-        async with SGLangClient(running.engine.url, running.engine.api_key, 300.0) as client:
+        async with HTTPClient(running.engine.url, running.engine.api_key, 300.0) as client:
             pairs = zip(prompts, params, strict=True)
             return list(await asyncio.gather(*(client.generate(prompt, dict(value)) for prompt, value in pairs)))
 

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.alone
 
 ROOT = Path(__file__).resolve().parents[2]
 
-PACKAGES = ("megatron", "sglang", "torch")
+PACKAGES = ("megatron", "sglang", "torch", "vllm")
 PAGE = (ROOT / "docs" / "patches.md").read_text(encoding="utf-8")
 DYNAMIC = {
     "rendezvous.TCPStore",

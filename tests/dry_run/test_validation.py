@@ -185,6 +185,21 @@ def test_lora_memory(plan) -> None:
     assert report.memory[0].states["actor optimizer"] < plan().memory[0].states["actor optimizer"] / 5
 
 
+def test_syncs_of_adapters_are_planned(plan) -> None:
+    merged = plan("lora.rank=4", "rollout.tp=2", "rollout.ep=2")
+    settings = ("lora.rank=4", "rollout.tp=2", "rollout.ep=2", "rollout.sync_adapters_only=true")
+    report = plan(*settings, "lora.target_modules=[linear_proj]")
+    assert report.ok and merged.ok, report.errors
+    sent, whole = (dict(facts["weight sync"]) for facts in (report.facts, merged.facts))
+    assert sent["adapters alone are sent as"] == whole["weights are sent as"]
+    # A and B of 4 layers: half of A [4, 128], which both sides cut alike, and B [64, 4], bfloat16. All are local.
+    assert sent["each rank receives"] == "0.0 MB on average"
+    host = report.memory[0].host
+    assert host["engine weights without adapters"] == 4 * 64 * 128 // 2 * 2
+    assert host["engine weights, asleep"] == report.memory[0].generation["engine weights"]
+    assert "engine weights without adapters" not in merged.memory[0].host
+
+
 @pytest.mark.parametrize(
     "overrides, message",
     [

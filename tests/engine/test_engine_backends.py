@@ -29,7 +29,7 @@ def test_a_fork_names_its_own_engine() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("sglan", "rollout.engine=sglan: no such engine; set it to sglang, or to module:name"),
+        ("sglan", "rollout.engine=sglan: no such engine; set it to sglang, vllm, or to module:name"),
         ("nowhere:Backend", "rollout.engine: cannot import nowhere"),
         (f"{__name__}:Missing", "has no 'Missing'; it has LabBackend"),
     ],

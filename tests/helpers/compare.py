@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from megarl.engine.engine_protocol import Generation
-from megarl.engine.sglang.sglang_engine import SGLangEngine
+from megarl.engine.http_engine import HTTPEngine
 from megarl.models.registry import load_hf_config
 from megarl.models.routing import RoutingShape, routing_shape
 from megarl.models.sparse_indices import index_shape, positions
@@ -20,13 +20,13 @@ PROMPTS = [list(range(20, 20 + length)) for length in (3, 17, 40)]
 TOKENS = 8
 
 
-def engine_routing_shape(engine: SGLangEngine) -> RoutingShape | None:
+def engine_routing_shape(engine: HTTPEngine) -> RoutingShape | None:
     """Return the shape of the engine's routing record, or None if it keeps none."""
     config = engine.config
     return routing_shape(load_hf_config(config.model.path), {}) if config.train.routing_replay else None
 
 
-def generate(engine: SGLangEngine, temperature: float = 0.0) -> list[Generation]:
+def generate(engine: HTTPEngine, temperature: float = 0.0) -> list[Generation]:
     params = {"temperature": temperature, "max_new_tokens": TOKENS, "ignore_eos": True}
 
     async def run() -> list[Generation]:
@@ -37,7 +37,7 @@ def generate(engine: SGLangEngine, temperature: float = 0.0) -> list[Generation]
     return asyncio.run(run())
 
 
-def assert_matches_transformers(engine: SGLangEngine, model: PreTrainedModel, version: int) -> None:
+def assert_matches_transformers(engine: HTTPEngine, model: PreTrainedModel, version: int) -> None:
     """Check greedy tokens, and log-probs and experts of greedy and sampled tokens, against transformers. The prompts
     share a prefix, so most of their tokens reuse keys, values and routing that another request cached."""
     greedy, sampled = generate(engine), generate(engine, temperature=1.0)

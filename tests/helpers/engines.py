@@ -14,15 +14,16 @@ from engine_config import make_config
 from transformers import PreTrainedModel
 
 from megarl.config import Config
+from megarl.engine.engine_backends import engine_backend
 from megarl.engine.engine_host import HOST_VARIABLE
-from megarl.engine.sglang.sglang_engine import SGLangEngine
+from megarl.engine.http_engine import HTTPEngine
 
 
 @dataclass(frozen=True)
 class RunningEngine:
     """An engine and the model that it started with."""
 
-    engine: SGLangEngine
+    engine: HTTPEngine
     config: Config
     model: PreTrainedModel
     folder: Path
@@ -38,7 +39,8 @@ def start_engine(host: str, model: PreTrainedModel, folder: Path, **rollout: Any
         sparse_index_replay=hasattr(model.config, "index_topk"),
     )
     config = replace(config, train=records)
-    engine = SGLangEngine(config, threads=1)
+    engine = engine_backend(config).make_engine(config, threads=1)
+    assert isinstance(engine, HTTPEngine)
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv(HOST_VARIABLE, host)
         engine.start()

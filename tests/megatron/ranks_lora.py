@@ -23,6 +23,7 @@ import tiny  # noqa: E402
 from ranks_layout import ADAM, policy_loss, value_loss  # noqa: E402
 
 from megarl.models.layout_algebra import shard, unshard  # noqa: E402
+from megarl.models.lora_tables import MergedWeights  # noqa: E402
 from megarl.parallel import ranks as parallel_ranks  # noqa: E402
 from megarl.types import TrainBatch  # noqa: E402
 
@@ -425,7 +426,7 @@ def fake_te_layers() -> dict[str, float]:
         return layer_outputs
 
     adapted, names = outputs(), named_params([model], 0)
-    merged = {name: tensor.clone() for name, tensor in lora_module().MergedWeights(names, local, ALPHA / RANK).items()}
+    merged = {name: tensor.clone() for name, tensor in MergedWeights(names, local, ALPHA / RANK).items()}
     with torch.no_grad(), lora_module().disable_adapters([model]):
         base_model = outputs()
         for name, tensor in names.items():

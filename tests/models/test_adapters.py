@@ -96,6 +96,20 @@ def test_merging_commutes_with_sharding(family: str) -> None:
             assert all(torch.equal(result[name], full[name]) for name in result)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_part_of_a_weight_gets_the_bits_of_the_whole(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for rows, columns, rank in ((300, 517, 33), (7, 1000, 16), (129, 1, 4), (64, 64, 1)):
+        shapes = (rows, columns), (rank, columns), (rows, rank)
+        weight, a, b = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+        whole = merge_adapter(weight, a, b, 0.3)
+        assert torch.allclose(whole.float(), weight.float() + 0.3 * b.float() @ a.float(), rtol=1e-2, atol=1e-2)
+        for cut in (slice(1, None), slice(rows // 3, rows // 2), slice(None, None, 3)):
+            assert torch.equal(merge_adapter(weight[cut], a, b[cut], 0.3), whole[cut])
+        for cut in (slice(columns // 5, None), slice(0, 1), slice(None, None, 2)):
+            assert torch.equal(merge_adapter(weight[:, cut], a[:, cut], b, 0.3), whole[:, cut])
+
+
 def test_sharded_factor_follows_the_weight() -> None:
     result = {
         row.megatron.rpartition("linear_")[2]: local_shape(row, 2, 1)

@@ -24,6 +24,7 @@ from megarl.models.fp8 import BLOCK, is_quantised
 from megarl.models.layout_algebra import Param
 from megarl.models.registry import family_of
 from megarl.parallel import ranks
+from megarl.reshard.plan.cells import LayerTable
 from megarl.reshard.plan.layout import ShardSlice, engine_shapes
 from megarl.reshard.plan.planner import ReshardPlan
 from megarl.reshard.run.executor import Executor, WeightSyncError
@@ -180,12 +181,12 @@ def is_same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-def smallest_plan(case: Any) -> ReshardPlan:
-    """Return a plan with the case's bucket size, doubled until it suffices."""
-    hf, train, engine, node, bucket, wire, piece = case.arguments
+def smallest_plan(case: Any, wire: str = "", table: LayerTable | None = None) -> ReshardPlan:
+    """Return a plan with the case's bucket size, doubled until it suffices. wire, table: others than the case's."""
+    hf, train, engine, node, bucket, case_wire, piece = case.arguments
     while True:
         try:
-            return ReshardPlan(hf, train, engine, node, bucket, wire, piece)
+            return ReshardPlan(hf, train, engine, node, bucket, wire or case_wire, piece, table)
         except ConfigError as error:
             assert "too small" in str(error)
             bucket *= 2

@@ -16,7 +16,7 @@ from scripted import CHAT, CONFIG, PROMPT, TOKENIZER, DeterministicPolicy, Faili
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import OnWeightSync
 from megarl.engine.engine_protocol import EngineLost, RequestFailed
-from megarl.engine.sglang.sglang_client import SGLangClient
+from megarl.engine.http_client import HTTPClient
 from megarl.environments.catalog import load_tools
 from megarl.rollout import rollout_runner as rollout_context
 from megarl.rollout.conversation import RolloutContext, build_sampling_params
@@ -29,7 +29,7 @@ from megarl.types import Rollout, Status
 def fake_engine(folder: Path) -> Any:
     names = dict(tool_call_parser="", tool_call_marker="", index=0, weight_version=0, start_number=1)
     state = dict(is_paused=False, is_asleep=False, check_running=lambda start: None)
-    connect = lambda timeout, *shapes: SGLangClient("http://127.0.0.1:9", "", timeout, *shapes)  # noqa: E731
+    connect = lambda timeout, *shapes: HTTPClient("http://127.0.0.1:9", "", timeout, *shapes)  # noqa: E731
     return SimpleNamespace(**names, **state, log=folder / "logs/engine_0.log", connect=connect)
 
 

@@ -20,10 +20,11 @@ def test_all_methods_transfer_correct_values(tmp_path: Path) -> None:
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
     assert process.returncode == 0, process.stderr
     actual = json.loads((tmp_path / "result.json").read_text())["2"]
-    assert set(actual) == {"reshard", "changes", "gather", "megatron"}
+    assert set(actual) == {"reshard", "changes", "merged", "adapters", "gather", "megatron"}
     for method, result in actual.items():
         assert not result.get("problem") and not result["wrong"], (method, result)
         assert result["seconds"][0] > 0
         assert f"  {method} " in process.stdout
+    assert actual["adapters"]["wire_mib"] < actual["merged"]["wire_mib"]
     # A gather also sends what the receiver already has.
     assert actual["reshard"]["wire_mib"] < actual["gather"]["wire_mib"]

@@ -25,6 +25,11 @@ class SGLangBackend:
     def check(self, hf: HFConfig, config: Config) -> None:
         rollout, sglang = config.rollout, config.rollout.sglang
         server_args.check(sglang)
+        if rollout.vllm:
+            raise ConfigError(
+                f"rollout.vllm.{next(iter(rollout.vllm))} with rollout.engine=sglang, whose engines it does not reach; "
+                "remove it, or see rollout.sglang"
+            )
         parser_name(rollout.tool_call_parser, hf)
         for name in ("max_total_tokens", "context_length"):
             if sglang.get(name) is not None and sglang[name] < rollout.max_context:
@@ -48,11 +53,12 @@ class SGLangBackend:
                         f"{rollout.num_speculative_tokens=} with rollout.sglang.{key}: not tested with attention data "
                         "parallelism; set only one of them"
                     )
-        if rollout.sync_changes_only and sglang.get("enable_weights_cpu_backup") is False:
-            raise ConfigError(
-                "rollout.sglang.enable_weights_cpu_backup=false with rollout.sync_changes_only: an engine that sleeps "
-                "would lose the weights that changes refer to; remove one of them"
-            )
+        for key in ("sync_changes_only", "sync_adapters_only"):
+            if getattr(rollout, key) and sglang.get("enable_weights_cpu_backup") is False:
+                raise ConfigError(
+                    f"rollout.sglang.enable_weights_cpu_backup=false with rollout.{key}: an engine that sleeps would "
+                    "lose the weights that are not sent; remove one of them"
+                )
         records = {"routing": config.train.routing_replay, "indices": index_shape(hf, config) is not None}
         for what in (name for name, is_recorded in records.items() if is_recorded):
             if (sglang.get("chunked_prefill_size") or 1) < 1:

@@ -32,11 +32,14 @@ def find_tool_call_marker(parser: str) -> str:
 
 class ParserProcess:
     """Stand-in for an `EngineClient`, as far as `check_parser` needs one. Raises RuntimeError if SGLang cannot be
-    imported."""
+    imported. python: an interpreter that can."""
+
+    def __init__(self, python: str = sys.executable) -> None:
+        self._python = python
 
     async def __aenter__(self) -> ParserProcess:
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-W", "ignore", "-m", "megarl.engine.sglang.sglang_parsers"),
+            *(self._python, "-W", "ignore", "-m", "megarl.engine.sglang.sglang_parsers"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,

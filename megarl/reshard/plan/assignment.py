@@ -14,7 +14,8 @@ import numpy as np
 
 from megarl.config import ConfigError
 from megarl.models.layout_algebra import HFConfig
-from megarl.reshard.plan.cells import ByteIndex, build_byte_index, list_layer_kinds
+from megarl.models.registry import family_of
+from megarl.reshard.plan.cells import ByteIndex, LayerTable, build_byte_index, list_layer_kinds
 from megarl.reshard.plan.layout import EngineLayout, TrainLayout, Wire, build_rank_map
 
 SWEEPS, SWEEP_TOLERANCE = 12, 1e-3
@@ -248,19 +249,28 @@ class Transfers(NamedTuple):
 class Assignment:
     """The plan of all ranks, before it is divided into rounds.
 
-    hf: the model. ranks_per_node: rank r is on node r // ranks_per_node. min_piece: see `MIN_PIECE`. Raises ConfigError
+    hf: the model. ranks_per_node: rank r is on node r // ranks_per_node. min_piece: see `MIN_PIECE`. table:
+    what is moved; all weights by default. Raises ConfigError
     if a layout does not divide the model, or its ranks.
     """
 
     def __init__(
-        self, hf: HFConfig, train: TrainLayout, engine: EngineLayout, ranks_per_node: int, wire: Wire, min_piece: int
+        self,
+        hf: HFConfig,
+        train: TrainLayout,
+        engine: EngineLayout,
+        ranks_per_node: int,
+        wire: Wire,
+        min_piece: int,
+        table: LayerTable | None = None,
     ) -> None:
         self.hf, self.train, self.engine, self.wire = hf, train, engine, wire
         self.rank_map = build_rank_map(train, engine, ranks_per_node)
         self.world, self.ranks_per_node = self.rank_map.world, self.rank_map.ranks_per_node
         if self.ranks_per_node > 63:
             raise ConfigError(f"a node of {self.ranks_per_node} ranks: plans support at most 63")
-        self.layer_kinds = list_layer_kinds(hf, train, engine, wire, min_piece)
+        self.table: LayerTable = family_of(hf) if table is None else table
+        self.layer_kinds = list_layer_kinds(hf, self.table, train, engine, wire, min_piece)
         self.byte_index = build_byte_index(self.layer_kinds)
         layers_of: dict[tuple[int, int], list[int | None]] = {}
         for number, kind in enumerate(self.layer_kinds):

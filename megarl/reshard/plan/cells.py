@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -18,7 +18,6 @@ from megarl.config import ConfigError
 from megarl.models.config_json import need
 from megarl.models.fp8 import BLOCK, is_quantised
 from megarl.models.layout_algebra import EngineGrid, HFConfig, HFTensor, Param, layer_of, matrix_shape
-from megarl.models.registry import family_of
 from megarl.reshard.plan.layout import EngineLayout, Plane, ShardSlice, TrainLayout, Wire, planes
 
 
@@ -58,6 +57,17 @@ class CellGroup(NamedTuple):
     cells: tuple[Cell, ...]
 
 
+class LayerTable(Protocol):
+    """The parameters that a plan moves, layer by layer: those of a `models.family.Family`, or their adapters."""
+
+    def check(self, hf: HFConfig, /) -> None: ...
+    def num_experts(self, hf: HFConfig, /) -> int: ...
+    def num_mtp_layers(self, hf: HFConfig, /) -> int: ...
+    def before_decoder(self, hf: HFConfig, /) -> list[Param]: ...
+    def after_decoder(self, hf: HFConfig, /) -> list[Param]: ...
+    def engine_layer(self, hf: HFConfig, layer: int, experts: Iterable[int], /) -> list[Param]: ...
+
+
 @dataclass
 class LayerKind:
     """Layers that are alike, or what precedes or follows the decoder.
@@ -72,10 +82,9 @@ class LayerKind:
 
 
 def list_layer_kinds(
-    hf: HFConfig, train: TrainLayout, engine: EngineLayout, wire: Wire, min_piece: int
+    hf: HFConfig, family: LayerTable, train: TrainLayout, engine: EngineLayout, wire: Wire, min_piece: int
 ) -> list[LayerKind]:
     """Return the kinds of layers of the whole model. Raises ConfigError if a layout does not divide the model."""
-    family = family_of(hf)
     family.check(hf)
     num_layers, experts = int(hf["num_hidden_layers"]), family.num_experts(hf)
     extra = family.num_mtp_layers(hf) if engine.draft else 0
@@ -92,6 +101,8 @@ def list_layer_kinds(
     layers += [(layer, family.engine_layer(hf, layer, range(min(1, experts)))) for layer in range(num_layers + extra)]
     kinds: dict[tuple[object, object], LayerKind] = {}
     for layer, params in layers:
+        if not params:  # without adapters
+            continue
         key = _signature(params, layer), () if layer is None else engine.experts.get(layer, ())
         kind = kinds.setdefault(key, LayerKind(params, [], []))
         kind.layers.append((train.stage_of(params[0]), layer))

@@ -10,7 +10,9 @@ from megarl.models.fp8 import is_fp8
 from megarl.models.int4 import is_int4
 from megarl.models.layout_algebra import HFConfig
 from megarl.models.pipeline_stages import stage_layers
+from megarl.models.registry import family_of
 from megarl.parallel.placement import placement_of
+from megarl.reshard.plan.adapters import AdapterTable
 from megarl.reshard.plan.layout import EngineLayout, TrainLayout, Wire
 from megarl.reshard.plan.planner import ReshardPlan
 
@@ -31,8 +33,11 @@ def build_plan(
     engine: EngineLayout,
     train_ranks: Sequence[int] | None = None,
     engine_ranks: Sequence[int] | None = None,
+    adapters: bool = False,
 ) -> ReshardPlan:
     """Build the weight-sync plan. Raises ConfigError if the weights cannot be synced.
+
+    adapters: of LoRA's adapters alone, see `reshard.plan.adapters`.
 
     train_ranks, engine_ranks: job ranks of the trainer, in the order of its layout, and of the engines, one after
     another; all ranks by default.
@@ -47,20 +52,22 @@ def build_plan(
                 f"model.dtype={config.model.dtype}: the engine of an {quantised.upper()} checkpoint keeps the rest in "
                 "bfloat16; set model.dtype=bfloat16"
             )
-        wire = quantised
+        wire = wire if adapters else quantised
     ranks_per_node, bucket_bytes = config.parallel.ranks_per_node, config.rollout.weight_sync_bucket_mb << 20
     try:
         train = train_layout(hf, config, train_ranks)
         if train_ranks is not None or engine_ranks is not None:
             all_ranks = range(config.parallel.world_size)
             engine = replace(engine, ranks=tuple(all_ranks if engine_ranks is None else engine_ranks))
-        return ReshardPlan(hf, train, engine, ranks_per_node, bucket_bytes, wire)
+        table = AdapterTable(family_of(hf), config.lora, engine) if adapters else None
+        return ReshardPlan(hf, train, engine, ranks_per_node, bucket_bytes, wire, table=table)
     except ConfigError as error:
         raise ConfigError(f"the weights cannot be synced to the engines: {error}") from None
 
 
-def plan_for_layout(hf: HFConfig, config: Config, engine: EngineLayout) -> ReshardPlan:
+def plan_for_layout(hf: HFConfig, config: Config, engine: EngineLayout, adapters: bool = False) -> ReshardPlan:
     """Build the plan from the actor's ranks to the engines', as placed by `placement`."""
     placement = placement_of(config)
     sides = () if placement.is_colocated else (placement.ranks_of("actor"), placement.ranks_of("rollout"))
-    return build_plan(hf, config, engine, *sides)
+    train_ranks, engine_ranks = sides or (None, None)
+    return build_plan(hf, config, engine, train_ranks, engine_ranks, adapters)

@@ -13,8 +13,8 @@ import numpy as np
 
 from megarl.config import ConfigError
 from megarl.models.layout_algebra import HFConfig, Param
-from megarl.models.registry import family_of
 from megarl.reshard.plan.assignment import MIN_PIECE, Assignment, set_bits
+from megarl.reshard.plan.cells import LayerTable
 from megarl.reshard.plan.layout import EngineLayout, TrainLayout, Wire
 
 ALIGN = 16
@@ -104,9 +104,10 @@ class ReshardPlan:
         bucket_bytes: int = 1 << 30,
         wire: Wire = "bf16",
         min_piece: int = MIN_PIECE,
+        table: LayerTable | None = None,
     ) -> None:
-        self.assignment = Assignment(hf, train, engine, ranks_per_node, wire, min_piece)
-        self.hf, self.train, self.engine = hf, train, engine
+        self.assignment = Assignment(hf, train, engine, ranks_per_node, wire, min_piece, table)
+        self.hf, self.train, self.engine, self.table = hf, train, engine, self.assignment.table
         self.bucket_bytes = bucket_bytes
         self.rank_map, self.world = self.assignment.rank_map, self.assignment.world
         self.round_blocks = self._build_blocks()
@@ -329,7 +330,7 @@ class RankPlan:
         numbers = table.cell[rows]
         experts = byte_index.expert[numbers]
         expert_ids = sorted(set(experts.tolist()) - {-1}) or [0]
-        params = kind.params if layer is None else family_of(plan.hf).engine_layer(plan.hf, layer, expert_ids)
+        params = kind.params if layer is None else self.plan.table.engine_layer(plan.hf, layer, expert_ids)
         params_of = {expert: [param for param in params if param.expert in (None, expert)] for expert in expert_ids}
         params_of[-1] = params_of[expert_ids[0]]  # like kind.params, with another expert
         pieces = []

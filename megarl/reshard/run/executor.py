@@ -22,7 +22,6 @@ import torch.distributed as dist
 from megarl.models import int4
 from megarl.models.fp8 import FP8, quantise
 from megarl.models.layout_algebra import EngineSlot, Param, matrix_shape
-from megarl.models.registry import family_of
 from megarl.reshard.plan.layout import Plane, ShardSlice, planes
 from megarl.reshard.plan.planner import RankPlan, ReshardPlan, Round, TensorPiece, align
 from megarl.reshard.run import copies, delta
@@ -129,7 +128,7 @@ class Executor:
         """This rank's number among the trainer's ranks; None if it does not train."""
         self.position = None if engines is None else engines % plan.engine.tp
         """This rank's number within its engine; None if it has none."""
-        self.num_experts = family_of(plan.hf).num_experts(plan.hf)
+        self.num_experts = plan.table.num_experts(plan.hf)
         self.allocate = allocate
         self.num_syncs = 0
         self.has_base = False
@@ -429,7 +428,7 @@ class Executor:
     def _find_quantised_params(self) -> list[Param]:
         """Return the parameters that this rank holds parts of and sends to the engines in FP8 or INT4."""
         plan = self.plan
-        hf, train, family = plan.hf, plan.train, family_of(plan.hf)
+        hf, train, family = plan.hf, plan.train, plan.table
         if plan.assignment.wire not in ("fp8", "int4") or self.trainer_rank is None:
             return []
         count = self.num_experts // train.ep

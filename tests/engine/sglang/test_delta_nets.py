@@ -15,7 +15,7 @@ from orders import check_orders
 from transformers import PreTrainedModel
 
 from megarl.engine.engine_protocol import Generation
-from megarl.engine.sglang.sglang_client import SGLangClient
+from megarl.engine.http_client import HTTPClient
 from megarl.reshard.plan.layout import EngineLayout
 
 
@@ -61,7 +61,7 @@ def generate(running: RunningEngine, tokens: list[int], answer: int) -> Generati
     params = {"temperature": 1.0, "max_new_tokens": answer, "ignore_eos": True}
 
     async def run() -> Generation:
-        async with SGLangClient(running.engine.url, running.engine.api_key, 300.0, None) as client:
+        async with HTTPClient(running.engine.url, running.engine.api_key, 300.0, None) as client:
             return await client.generate(tokens, params)
 
     return asyncio.run(run())

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from megarl.data.images import ImageProcessor
 from megarl.engine.engine_protocol import Generation
-from megarl.engine.sglang.sglang_client import SGLangClient
+from megarl.engine.http_client import HTTPClient
 from megarl.reshard.plan.layout import EngineLayout
 from megarl.types import Image
 
@@ -74,7 +74,7 @@ def generate(running: RunningEngine, tokens: list[int], placed: list[Image], ver
     routing = engine_routing_shape(running.engine)
 
     async def run() -> Generation:
-        async with SGLangClient(running.engine.url, running.engine.api_key, 300.0, routing) as client:
+        async with HTTPClient(running.engine.url, running.engine.api_key, 300.0, routing) as client:
             client.weight_version = version
             return await client.generate(tokens, params, images=placed)
 

@@ -14,7 +14,7 @@ from compare import PROMPTS, assert_truncated
 from engines import RunningEngine, start_engine
 
 from megarl.engine.engine_protocol import Generation, RequestFailed
-from megarl.engine.sglang.sglang_client import SGLangClient
+from megarl.engine.http_client import HTTPClient
 
 TRUNCATED: dict[str, Any] = {"temperature": 0.7, "top_p": 0.6, "top_k": 20, "min_p": 0.15}
 TOKENS = 12
@@ -31,7 +31,7 @@ def truncating_engine(host: str, tmp_path_factory: pytest.TempPathFactory) -> It
 
 def generate(running: RunningEngine, *requests: dict[str, Any], stop_engine: bool = False) -> list[Generation]:
     async def run() -> list[Generation]:
-        async with SGLangClient(running.engine.url, running.engine.api_key, 300.0) as client:
+        async with HTTPClient(running.engine.url, running.engine.api_key, 300.0) as client:
             begun = [asyncio.Event() for _ in requests for _ in PROMPTS]
             tasks = [
                 asyncio.create_task(

@@ -30,7 +30,7 @@ from megarl.config import ConfigError
 from megarl.cpu import sglang_arguments
 from megarl.engine.engine_host import HOST_VARIABLE, HostedServer
 from megarl.engine.engine_protocol import EngineError, EngineLost, Generation, RecordedPrefix, RequestFailed
-from megarl.engine.sglang.sglang_client import SGLangClient
+from megarl.engine.http_client import HTTPClient
 from megarl.engine.sglang.sglang_engine import SGLangEngine, start_host
 from megarl.engine.sglang.sglang_server import instance_id
 from megarl.engine.tool_calls import check_parser
@@ -54,7 +54,7 @@ def test_sleep_waits_for_running_requests(qwen3_moe: RunningEngine) -> None:
 
     async def sleep_during_requests() -> list[Generation]:
         engine = qwen3_moe.engine
-        async with SGLangClient(engine.url, engine.api_key, 60.0) as client:
+        async with HTTPClient(engine.url, engine.api_key, 60.0) as client:
             params = {"temperature": 1.0, "max_new_tokens": 400, "ignore_eos": True}
             answers = [asyncio.ensure_future(client.generate([5 + n, 6, 7], params)) for n in range(8)]
             await asyncio.sleep(0.3)
@@ -190,7 +190,7 @@ def test_request_timeout_excludes_the_queue_and_engine_restarts(tmp_path: Path, 
         engine = running.engine
 
         async def run() -> list[Any]:
-            async with SGLangClient(engine.url, engine.api_key, 300.0) as client:
+            async with HTTPClient(engine.url, engine.api_key, 300.0) as client:
 
                 async def generate_tokens(tokens: int) -> Any:
                     return await client.generate(list(range(20, 30)), {"max_new_tokens": tokens, "ignore_eos": True})
@@ -234,7 +234,7 @@ def test_routing_by_turns_equals_routing_of_one_pass(qwen3_moe: RunningEngine) -
     engine, observed = qwen3_moe.engine, [list(range(50, 57)), list(range(90, 95))]
 
     async def generate_turns() -> tuple[torch.Tensor, torch.Tensor]:
-        async with SGLangClient(engine.url, engine.api_key, 300.0, engine_routing_shape(engine)) as client:
+        async with HTTPClient(engine.url, engine.api_key, 300.0, engine_routing_shape(engine)) as client:
             context, parts = list(range(20, 60)), []
             for observation in [*observed, []]:
                 params = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
@@ -290,7 +290,7 @@ def test_parses_calls_in_the_configured_format(qwen3_moe: RunningEngine) -> None
     schemas = [load_tools(["megarl.environments.ready.calculator:calculator"])["calculator"].schema]
 
     async def parse(text: str) -> object:
-        async with SGLangClient(engine.url, engine.api_key, 300.0) as client:
+        async with HTTPClient(engine.url, engine.api_key, 300.0) as client:
             return await client.parse_tool_calls(text, schemas, "qwen25")
 
     parsed = asyncio.run(parse('a <tool_call>\n{"name": "calculator", "arguments": {"expression": "1"}}\n</tool_call>'))
@@ -325,7 +325,7 @@ def test_parsers_read_calls_of_each_familys_template(qwen3_moe: RunningEngine) -
 
 def test_rejects_requests_without_the_key(qwen3_moe: RunningEngine) -> None:
     async def run() -> None:
-        async with SGLangClient(qwen3_moe.engine.url, "wrong", 30.0) as client:
+        async with HTTPClient(qwen3_moe.engine.url, "wrong", 30.0) as client:
             await client.generate([5], {"max_new_tokens": 1})
 
     with pytest.raises(RuntimeError, match="refused to generate"):
@@ -542,7 +542,7 @@ def test_retries_with_another_port_if_taken(
     class FailedServer(HostedServer):
         is_abandoned = False
 
-        def __init__(self, path: str, module: str, log: Path, environment: Any, settings: Any) -> None:
+        def __init__(self, path: str, module: str, log: Path, environment: Any, settings: Any, python: str) -> None:
             ports.append(settings["server_args"]["port"])
             with log.open("a") as file:
                 file.write(log_texts[len(ports) - 1])
@@ -554,7 +554,7 @@ def test_retries_with_another_port_if_taken(
             pass
 
     monkeypatch.setenv(HOST_VARIABLE, "nobody is there")
-    monkeypatch.setattr("megarl.engine.sglang.sglang_engine.HostedServer", FailedServer)
+    monkeypatch.setattr("megarl.engine.http_engine.HostedServer", FailedServer)
     engine = SGLangEngine(make_config(tmp_path, tmp_path / "run"), threads=1)
     engine.start()
     with pytest.raises(EngineError, match=log_texts[attempts - 1].splitlines()[-1]):

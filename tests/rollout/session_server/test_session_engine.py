@@ -18,7 +18,7 @@ from openai import AsyncOpenAI
 
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.engine.engine_protocol import NOT_RECORDED, Generation, RecordedPrefix
-from megarl.engine.sglang.sglang_client import SGLangClient
+from megarl.engine.http_client import HTTPClient
 from megarl.engine.tool_calls import make_parser
 from megarl.rollout.conversation import build_sampling_params
 from megarl.rollout.partial_rollouts import PartialRollout
@@ -52,7 +52,7 @@ def run_with_engine(running: RunningEngine, test: Any) -> None:
         chat = RecordingTemplate.load(str(running.folder))
         chat.texts = []
         chat.end_token_ids  # noqa: B018  computed once from the template
-        async with SGLangClient(
+        async with HTTPClient(
             engine.url, engine.api_key, 300.0, engine_routing_shape(engine), engine.weight_version
         ) as client:
             parse = make_parser(client, engine.tool_call_parser, engine.tool_call_marker)
@@ -78,7 +78,7 @@ def assert_same_turn(result: PartialRollout, index: int, direct: Generation, par
 def test_session_equals_direct_engine_requests(running: RunningEngine) -> None:
     config = running.config.rollout
 
-    async def test(server: SessionServer, client: SGLangClient, chat: RecordingTemplate) -> None:
+    async def test(server: SessionServer, client: HTTPClient, chat: RecordingTemplate) -> None:
         params = build_sampling_params(config, chat, True, SEED)
         recording = server.open(PROMPT, client, params, seed=SEED)
         async with AsyncOpenAI(base_url=recording.base_url, api_key=recording.key, timeout=300) as openai_client:
@@ -112,7 +112,7 @@ def test_session_equals_direct_engine_requests(running: RunningEngine) -> None:
 def test_records_sampled_logprobs_bitwise(running: RunningEngine) -> None:
     config = running.config.rollout
 
-    async def test(server: SessionServer, client: SGLangClient, chat: RecordingTemplate) -> None:
+    async def test(server: SessionServer, client: HTTPClient, chat: RecordingTemplate) -> None:
         params = build_sampling_params(config, chat, False, SEED)
         requests: list[tuple[list[int], int]] = []
         generations: list[Generation] = []
@@ -155,7 +155,7 @@ def test_stop_string_ends_at_the_token_that_completes_it(running: RunningEngine)
     """The session records all sampled tokens; the client gets the text before the stop string."""
     config = replace(running.config.rollout, max_new_tokens=40)
 
-    async def test(server: SessionServer, client: SGLangClient, chat: RecordingTemplate) -> None:
+    async def test(server: SessionServer, client: HTTPClient, chat: RecordingTemplate) -> None:
         params = {**build_sampling_params(config, chat, True, SEED), "max_new_tokens": 40}
         full = (await client.generate(chat.encode_prompt(PROMPT), params)).token_ids
         index = next(
@@ -179,7 +179,7 @@ def test_stop_string_ends_at_the_token_that_completes_it(running: RunningEngine)
 def test_disconnect_frees_the_engine(running: RunningEngine) -> None:
     config = replace(running.config.rollout, max_new_tokens=200)
 
-    async def test(server: SessionServer, client: SGLangClient, chat: RecordingTemplate) -> None:
+    async def test(server: SessionServer, client: HTTPClient, chat: RecordingTemplate) -> None:
         server._renderer.config = config
         params = {**build_sampling_params(config, chat, False, SEED), "ignore_eos": True}
         recording = server.open(PROMPT, client, params)
@@ -209,7 +209,7 @@ def test_disconnect_frees_the_engine(running: RunningEngine) -> None:
 def test_stream_records_the_same_tokens_as_a_plain_request(running: RunningEngine) -> None:
     config = replace(running.config.rollout, max_new_tokens=40)
 
-    async def test(server: SessionServer, client: SGLangClient, chat: RecordingTemplate) -> None:
+    async def test(server: SessionServer, client: HTTPClient, chat: RecordingTemplate) -> None:
         server._renderer.config = config
         params = {**build_sampling_params(config, chat, True, SEED), "ignore_eos": True}
         recording = server.open(PROMPT, client, params)

@@ -1,4 +1,4 @@
-"""HTTP client for SGLang's native `/generate`: token ids in, token ids out."""
+"""HTTP client of an engine, by SGLang's native `/generate`: token ids in, token ids out."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SERVER_ERRORS = (500, 502, 504)
 _JSON = {"Content-Type": "application/json"}
 
 
-class SGLangClient:
+class HTTPClient:
     """HTTP client of one engine; use it with `async with` inside one event loop.
 
     timeout: seconds per request, including time in the engine's queue. The number of connections is unlimited, so a
@@ -67,7 +67,7 @@ class SGLangClient:
         """Number of responses in flight, and when the last one arrived (time.monotonic)."""
         self._session: aiohttp.ClientSession | None = None
 
-    async def __aenter__(self) -> SGLangClient:
+    async def __aenter__(self) -> HTTPClient:
         connector = aiohttp.TCPConnector(limit=0)
         self._session = aiohttp.ClientSession(headers=self._headers, timeout=self._timeout, connector=connector)
         return self

@@ -14,9 +14,9 @@ import torch
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from megarl.engine import http_client as module
 from megarl.engine.engine_protocol import EngineLost, Generation, RequestFailed
-from megarl.engine.sglang import sglang_client as module
-from megarl.engine.sglang.sglang_client import SGLangClient, decode_indices, decode_routing, is_truncated_sampling
+from megarl.engine.http_client import HTTPClient, decode_indices, decode_routing, is_truncated_sampling
 from megarl.models.routing import RoutingShape
 from megarl.models.sparse_indices import IndexShape
 
@@ -123,7 +123,7 @@ def generate(
         assert site._server is not None
         port = site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
         try:
-            async with SGLangClient(f"http://127.0.0.1:{port}", "key", timeout, weight_version=version) as client:
+            async with HTTPClient(f"http://127.0.0.1:{port}", "key", timeout, weight_version=version) as client:
                 client.should_request_masks = has_masks
                 return await client.generate([5, 6], params or {})
         finally:
@@ -327,7 +327,7 @@ def test_weight_versions_have_separate_caches() -> None:
         app.router.add_post("/generate", respond)
         server = TestServer(app)
         await server.start_server()
-        async with SGLangClient(f"http://127.0.0.1:{server.port}", "key", 30.0, weight_version=3) as client:
+        async with HTTPClient(f"http://127.0.0.1:{server.port}", "key", 30.0, weight_version=3) as client:
             result = [(await client.generate([1], {})).weight_version for _ in range(2)]
         await server.close()
         return result
@@ -345,7 +345,7 @@ def test_lost_connection_fails_the_request_unless_the_engine_died(is_dead: bool)
             raise EngineLost("died", "engine 0 is not running")
 
     async def run() -> None:
-        async with SGLangClient("http://127.0.0.1:9", "key", 30.0, check_running=check_runs) as client:
+        async with HTTPClient("http://127.0.0.1:9", "key", 30.0, check_running=check_runs) as client:
             try:
                 await client.generate([5], {})
             finally:
@@ -361,7 +361,7 @@ def test_stop_tolerates_a_closed_client_and_a_dead_engine() -> None:
     """`stop` retries an unreachable engine, and the client may close between two tries."""
 
     async def run() -> None:
-        async with SGLangClient("http://127.0.0.1:9", "key", 30.0) as client:
+        async with HTTPClient("http://127.0.0.1:9", "key", 30.0) as client:
             stopping = asyncio.create_task(client.stop())
             await asyncio.sleep(0.005)
         await stopping
@@ -388,7 +388,7 @@ def test_retries_failed_requests_a_few_times(faults: int, fails: bool) -> None:
         server = TestServer(app)
         await server.start_server()
         try:
-            async with SGLangClient(f"http://127.0.0.1:{server.port}", "key", 30.0, weight_version=3) as client:
+            async with HTTPClient(f"http://127.0.0.1:{server.port}", "key", 30.0, weight_version=3) as client:
                 return len((await client.generate([1], {})).token_ids)
         finally:
             await server.close()
