@@ -92,9 +92,10 @@ FEATURES: dict[str, dict[str, Sequence[str]]] = {
     },
     # An engine of vLLM's is within one machine, of which runs that sync changes have one for each rank.
     "engine": {"SGLang": (), "vLLM": ("rollout.engine=vllm", "rollout.tp=1")},
-    "optimizer states": {
-        "on the device": (),
-        "on the host": ("actor_optimizer.offload_fraction=1", "critic.optimizer.offload_fraction=0.5"),
+    "optimizer": {
+        "AdamW": (),
+        "AdamW on the host": ("actor_optimizer.offload_fraction=1", "critic.optimizer.offload_fraction=0.5"),
+        "Muon": ("actor_optimizer.type=muon", "critic.optimizer.type=muon"),
     },
 }
 
