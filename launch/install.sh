@@ -154,10 +154,10 @@ if [ "$platform" = cpu ]; then
     # An older list had torchvision; launch/requirements-cpu.txt says why it must not be installed.
     .venv/bin/python -m pip uninstall --yes torchvision >>$log 2>&1 || failed
 else
-    without 'megatron-core|transformer-engine' >.venv/requirements.txt
+    without 'megatron-core|emerging-optimizers|transformer-engine' >.venv/requirements.txt
     with=(-c launch/constraints-cuda.txt)
     install "torch, SGLang and what they need" 240 setuptools wheel ninja "${with[@]}" -r .venv/requirements.txt || failed
-    install "Megatron-Core" 1 --no-deps --ignore-requires-python "$(only megatron-core)" || failed
+    install "Megatron-Core" 2 --no-deps --ignore-requires-python "$(only megatron-core)" "$(only emerging-optimizers)" || failed
     install "Transformer Engine (built here, which takes a while)" 1 --no-build-isolation "${with[@]}" "$(only transformer-engine)" || failed
     if [ "$apex" = 1 ]; then # NEVER RUN BY US
         source=git+https://github.com/NVIDIA/apex@6424da3b4faa6c8f062da4a48c424fff3f02d42d
@@ -168,7 +168,7 @@ install "megarl itself" 1 --no-deps --no-build-isolation --editable . || failed
 
 # Check the imports. On a CPU SGLang imports only in an engine, which replaces what is missing there; tests/engine/
 # cover that. An image build has no GPU, so it skips the modules that need the driver.
-modules="torch transformers megatron.core megarl"
+modules="torch transformers megarl.megatron"
 [ "$platform" = cpu ] || ! has_gpu || modules+=" transformer_engine.pytorch sglang sglang.srt.entrypoints.engine"
 [ "$apex" = 0 ] || ! has_gpu || modules+=" fused_weight_gradient_mlp_cuda"
 check='import importlib, importlib.metadata, sys

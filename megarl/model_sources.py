@@ -122,7 +122,8 @@ def _read_settings(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{file} is not a mapping of sections")
     sections = {name: dict(tree[name]) for name in POLICY_SECTIONS if isinstance(tree.get(name), dict)}
     sections["model"] = {name: value for name, value in sections.get("model", {}).items() if name == "dtype"}
-    for name in ("asynchronous", "oversample", "max_staleness", "replay", "samples_per_prompt", "on_weight_sync"):
+    training_only = "asynchronous", "oversample", "max_staleness", "replay", "samples_per_prompt", "on_weight_sync"
+    for name in (*training_only, "external"):
         sections.get("rollout", {}).pop(name, None)
     data = {name: value for name, value in (tree.get("data") or {}).items() if name in ("prompt_key", "label_key")}
     roles = {name: value for name, value in (tree.get("roles") or {}).items() if name == "reward"}

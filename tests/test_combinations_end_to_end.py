@@ -9,14 +9,17 @@ from __future__ import annotations
 import json
 import math
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
+import external_engine
 import pytest
 import tiny_models
-from training_run import ROOT, assert_replays, build_command, make_folder, read_steps, train
+from training_run import ROOT, assert_replays, build_command, make_folder, read_steps, train, with_host
 
 from megarl.config import ConfigError, load_config
 from megarl.dry_run.validation import validate
+from megarl.utils.addresses import free_port
 
 sys.path.insert(0, str(ROOT / "tools"))
 
@@ -46,8 +49,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def overrides_of(folder: Path, run: pairwise.Run) -> list[str]:
-    settings = [override.replace("MODEL", f"{folder}/mtp") for override in pairwise.overrides_of(run)]
+def overrides_of(folder: Path, run: pairwise.Run, port: int = 7000) -> list[str]:
+    values = {"MODEL": f"{folder}/mtp", "PORT": str(port)}
+    settings = pairwise.overrides_of(run)
+    for name, value in values.items():
+        settings = [override.replace(name, value) for override in settings]
     return [f"model.path={folder}/mtp", *COMMON, *settings]
 
 
@@ -75,13 +81,22 @@ def test_dry_run_refuses_the_refused_pairs(folder: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("number", range(1, len(RUNS) + 1))
 def test_trains_two_steps(request: pytest.FixtureRequest, folder: Path, tmp_path: Path, number: int) -> None:
-    run = RUNS[number - 1]
+    run, port = RUNS[number - 1], free_port()
     is_vllm = run["engine"] == "vLLM"
     host = request.getfixturevalue("vllm_host").path if is_vllm else request.getfixturevalue("host")
-    settings, is_replayed = overrides_of(folder, run), number % 5 == 1
-    train(folder, tmp_path / "run", *settings, f"run.export={str(is_replayed).lower()}", host=host)
+    settings, is_replayed = overrides_of(folder, run, port), number % 5 == 1
+    has_external = run["pool"] != "of the job"
+    _, _, _, config, *served = build_command(folder, tmp_path / "run", *settings)
+    external = external_engine.serve(config, f"127.0.0.1:{port}", tmp_path / "external", served, with_host(host))
+    with external if has_external else nullcontext():
+        train(folder, tmp_path / "run", *settings, f"run.export={str(is_replayed).lower()}", host=host)
     rows = read_steps(tmp_path / "run")
     assert [row["step"] for row in rows] == [1, 2]
+    if has_external:  # it takes part from the first weight sync on
+        assert [row["rollout/external_engines"] for row in rows] == [0, 1]
+        assert all(row["rollout/external_repeated"] == 0 for row in rows)
+        if run["generation"] == "synchronous" and run["placement"] != "some engines apart":  # which have more to do
+            assert rows[1]["rollout/external_frac"] > 0.2
     for row in rows:
         assert all(math.isfinite(value) for value in row.values() if isinstance(value, float))
         assert row["rollout/aborted_frac"] == 0

@@ -33,7 +33,8 @@ JUDGE = {
         "options": {"prompt": "{answer} {ground_truth}?", "request": {"max_tokens": 12, "regex": "Score: [0-9]"}},
     },
 }
-"""Roles of a reward that a model on engines of its own gives. MODEL is the folder of the model."""
+"""Roles of a reward that a model on engines of its own gives. MODEL is the folder of the model, and below PORT that of
+an engine outside of the job."""
 
 FEATURES: dict[str, dict[str, Sequence[str]]] = {
     "algorithm": {
@@ -63,6 +64,7 @@ FEATURES: dict[str, dict[str, Sequence[str]]] = {
             "placement={actor: 0-1, rollout: all}",
         ),
     },
+    "pool": {"of the job": (), "and outside of it": ("rollout.external=[127.0.0.1:PORT]",)},
     "correction": {kind: (f"correction.kind={kind}",) for kind in ("none", "tis", "icepop", "mis", "reject")},
     "routing": {
         "own": (),
@@ -97,15 +99,17 @@ FEATURES: dict[str, dict[str, Sequence[str]]] = {
     },
     # An engine of vLLM's is within one machine, of which runs that sync changes have one for each rank.
     "engine": {"SGLang": (), "vLLM": ("rollout.engine=vllm", "rollout.tp=1")},
-    "optimizer states": {
-        "on the device": (),
-        "on the host": ("actor_optimizer.offload_fraction=1", "critic.optimizer.offload_fraction=0.5"),
+    "optimizer": {
+        "AdamW": (),
+        "AdamW on the host": ("actor_optimizer.offload_fraction=1", "critic.optimizer.offload_fraction=0.5"),
+        "Muon": ("actor_optimizer.type=muon", "critic.optimizer.type=muon"),
     },
 }
 
 _NO_CACHE = "an engine that sleeps while models use its device has no KV cache of the old weights left to continue with"
 
 _ONE_RANK = "an engine of one rank has all experts, so that there is nothing to place"
+_OUTSIDE = "engines outside of the job keep their experts in order"
 _ADAPTERS = "an expert that moves needs all of its weights on another rank, which a sync of adapters does not send"
 
 REFUSED: dict[frozenset[Setting], str] = {
@@ -115,6 +119,7 @@ REFUSED: dict[frozenset[Setting], str] = {
     frozenset({("algorithm", "ppo and remax"), ("generation", "async, in_place")}): _NO_CACHE,
     frozenset({("routing", "replayed, experts placed"), ("placement", "some engines apart")}): _ONE_RANK,
     frozenset({("routing", "replayed, experts placed"), ("engine", "vLLM")}): _ONE_RANK,
+    frozenset({("routing", "replayed, experts placed"), ("pool", "and outside of it")}): _OUTSIDE,
     frozenset({("routing", "replayed, experts placed"), ("weights", "LoRA, adapters synced")}): _ADAPTERS,
 }
 """Pairs of settings that the dry run refuses, and why."""

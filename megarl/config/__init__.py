@@ -27,6 +27,7 @@ from megarl.config.keys import (  # noqa: F401  re-exported
     LoraConfig,
     LossConfig,
     ModelConfig,
+    MuonConfig,
     OnWeightSync,
     OptimizerConfig,
     ParallelConfig,

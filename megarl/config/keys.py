@@ -160,7 +160,38 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True)
+class MuonConfig:
+    momentum: Annotated[float, Range(0, below=1)] = 0.95
+    """Decay rate of the mean of gradients that is orthogonalized."""
+    nesterov: bool = False
+    """Orthogonalize that mean moved once more towards the gradient."""
+    split_qkv: bool = True
+    """Orthogonalize the queries', keys' and values' parts of Megatron's fused matrix each by itself; not in MLA."""
+    scale_mode: Literal["spectral", "shape_scaling", "unit_rms_norm"] = "spectral"
+    """Scale of an orthogonal update [out, in]: sqrt(max(out, in)), whose entries have a root mean square of 1 like
+    Adam's first update (arXiv:2502.16982); sqrt(max(1, out / in)) (Keller Jordan); or sqrt(out / in)
+    (arXiv:2502.07529)."""
+    extra_scale_factor: PositiveFloat = 1.0
+    """Factor on the update; with `spectral`, 0.2 is the usual root mean square of Adam's updates (arXiv:2502.16982)."""
+    coefficient_type: Literal["simple", "quintic", "polar_express", "cans", "aol", "deepseekv4"] = "quintic"
+    """Coefficients of the Newton-Schulz iteration: emerging_optimizers' sets."""
+    num_ns_steps: PositiveInt = 5
+    """Steps of the Newton-Schulz iteration."""
+    tp_mode: Literal["duplicated", "distributed", "blockwise"] = "duplicated"
+    """With tp or etp: all its ranks gather and orthogonalize a matrix; or share the work, along the dimension that is
+    sharded; or each orthogonalizes its own shard, which is another update (Megatron's default)."""
+    fp32_matmul_prec: Literal["highest", "high", "medium"] = "medium"
+    """Precision of the iteration's matrix products: fp32, TF32 on a GPU, or bf16."""
+
+
+@dataclass(frozen=True)
 class OptimizerConfig:
+    type: Literal["adam", "muon"] = "adam"
+    """`muon` updates matrices by Muon: momentum, orthogonalized by a Newton-Schulz iteration. Embeddings, output layer,
+    value head, norms, biases and other parameters that are not matrices have AdamW. Both have the same learning rate
+    and weight decay."""
+    muon: MuonConfig = field(default_factory=MuonConfig)
+    """Megatron's `muon_` settings."""
     lr: Rate = 1e-6
     """Peak learning rate."""
     min_lr: Rate = 0.0
@@ -406,6 +437,11 @@ class RolloutConfig:
     were generated; keys that concern engines alone (`rollout.asynchronous`, `rollout.oversample` ...) then have no
     effect. `RUN@7` starts with the rollouts of step 7. With several policies, each replays its own
     recording."""
+    external: tuple[str, ...] = ()
+    """Addresses HOST:PORT of engines outside of the job, which `tools/engine_pool.py serve` starts from the same
+    configuration. They get the weights of each weight sync over TCP and take part of the requests, on top of the run's
+    own engines; `rollout.concurrency` stays the same. May change in any step, see `tools/engine_pool.py add`. One that
+    dies loses no sample, and is used again from the weight sync that finds it back."""
     engine: str = "sglang"
     """Engine that generates: `sglang`; `vllm`, on CPUs and for some model families; or a fork's own as `module:name`,
     see `megarl/engine/README.md`."""

@@ -24,6 +24,7 @@ STAGED_KEYS = (
     *LENGTH_KEYS,
     *SAMPLING_KEYS,
     "rollout.samples_per_prompt",
+    "rollout.external",
     "loss.clip",
     "loss.clip_high",
     "loss.dual_clip",

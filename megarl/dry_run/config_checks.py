@@ -35,6 +35,7 @@ from megarl.models.sparse_indices import index_shape
 from megarl.parallel import device
 from megarl.parallel.placement import (
     check_engine_ranks,
+    optimizer_key,
     placement_of,
     prefix_role_error,
     role_config,
@@ -135,6 +136,19 @@ def _check_delta_nets(settings: Mapping[str, Any], config: Config) -> None:
         raise ConfigError(
             "train.deterministic=true, but Megatron's gated delta net has no deterministic kernel for packed "
             "sequences; set it to false"
+        )
+
+
+def check_expert_biases(hf: HFConfig, config: Config, role: str) -> None:
+    """Check that Muon can train a role's model."""
+    settings, policy = family_of(hf).megatron_config(hf), policy_config(config, role)
+    optimizer = policy.actor_optimizer if split_role(role)[0] == "actor" else policy.critic.optimizer
+    if optimizer.type != "muon" or config.lora.rank:
+        return
+    if settings.get("num_moe_experts") and settings.get("add_bias_linear"):
+        raise ConfigError(
+            f"{optimizer_key(role)}.type=muon, but the model's experts have biases: Megatron-Core 0.19.2 has no AdamW "
+            "for parameters of experts that are no matrices (optimizer/__init__.py:914); set it to adam"
         )
 
 
@@ -419,6 +433,13 @@ def check_schedule(config: Config, declared: Requirements) -> None:
             "actor": ("actor_optimizer", derived.actor_optimizer),
             "critic": ("critic.optimizer", derived.critic.optimizer),
         }[base]
+        if optimizer.type == "muon" and optimizer.offload_fraction:
+            key = optimizer_key(role)
+            raise ConfigError(
+                f"{key}.offload_fraction={optimizer.offload_fraction:g} with {key}.type=muon: the optimizer of "
+                "Megatron-Core 0.19.2 that keeps states on the host updates by AdamW alone; set the first to 0, or the "
+                "second to adam"
+            )
         if optimizer.min_lr > optimizer.lr:
             min_lr_section, lr_section = (
                 f"roles.{role}.optimizer" if name in settings.optimizer else section for name in ("min_lr", "lr")

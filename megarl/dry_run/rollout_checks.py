@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 
 from megarl.config import Config, ConfigError, RolloutConfig
 from megarl.config.keys import max_pending_groups
+from megarl.engine.external_wire import parse_address
 from megarl.models.memory import VLLM_BLOCK_TOKENS
 from megarl.parallel.placement import engine_ranks, has_model, placement_of, split_role
 from megarl.parallel.policy_configs import engine_key, policy_config
+from megarl.parallel.rendezvous import PUBLIC_NETWORK_ENV
 from megarl.types.requirements import Requirements
+from megarl.utils.addresses import is_public_literal
 
 
 def check_asynchronous(config: Config, declared: Requirements, warnings: list[str]) -> None:
@@ -92,10 +96,50 @@ def check_expert_balance(config: Config, declared: Requirements) -> None:
                 f"{key} with rollout.sync_adapters_only: a moved expert needs all of its weights on another rank, "
                 "which such a sync does not send; set one of them"
             )
+        if rollout.external:
+            raise ConfigError(
+                f"{key} with rollout.external: engines outside of the job keep their experts in order; set one of them"
+            )
         if not config.train.routing_replay:
             raise ConfigError(
                 f"{key} without train.routing_replay, whose records tell the load of the experts; set that to true"
             )
+
+
+def check_external(config: Config, declared: Requirements) -> None:
+    """Check the addresses of external engines, and that they get weights: they load none that a run trusts."""
+    users: dict[str, str] = {}
+    for role, rollout in rollout_settings(config, declared.roles).items():
+        key = engine_key(config, role, "external")
+        if rollout.external and not rollout.replay and not declared.trained_roles:
+            raise ConfigError(
+                f"{key} with algorithm={declared.name}: engines outside of the job generate only with weights that a "
+                "trainer has sent them, and nothing trains here; remove it"
+            )
+        if rollout.external and rollout.sync_adapters_only and not rollout.replay:
+            raise ConfigError(
+                f"{key} with rollout.sync_adapters_only: adapters are merged into weights that an engine has loaded, "
+                "of which nothing is known outside of the job; set the second to false"
+            )
+        for text in rollout.external:
+            try:
+                host, port = parse_address(text)
+            except ValueError as error:
+                raise ConfigError(f"{key}: {error}, such as 10.0.0.5:7000") from None
+            address = f"{host}:{port}"
+            if address in users:
+                raise ConfigError(
+                    f"{key} names {text}, and so does {users[address]}: an engine has the weights of one policy; "
+                    "name it once"
+                    if users[address] != key
+                    else f"{key} names {text} twice; remove one of them"
+                )
+            users[address] = key
+            if is_public_literal(host) and os.environ.get(PUBLIC_NETWORK_ENV) != "1":
+                raise ConfigError(
+                    f"{key}: {text} is an address of the public internet, and weights are sent there unencrypted; use "
+                    f"an address of the nodes' own network, or export {PUBLIC_NETWORK_ENV}=1 if a firewall protects it"
+                )
 
 
 def check_enough_prompts(count: int, config: Config) -> None:

@@ -262,6 +262,7 @@ def validate(
     is_layout_valid = is_layout_valid and passes(rollout_checks.check_asynchronous, config, declared, warnings)
     passes(rollout_checks.check_oversampling, config, declared, warnings)
     passes(rollout_checks.check_expert_balance, config, declared)
+    passes(rollout_checks.check_external, config, declared)
     is_data_readable = passes(checks.check_data, config, declared, dry_run, warnings)
     is_layout_valid = is_layout_valid and passes(checks.check_schedule, config, declared)
     is_layout_valid = is_layout_valid and passes(checks.check_batch, config, declared, warnings)
@@ -327,6 +328,7 @@ def check_step(hf: HFConfig, config: Config, declared: Requirements) -> None:
     checks.check_algorithm(config, declared, [])
     checks.check_schedule(config, declared)
     checks.check_batch(config, declared, [])
+    rollout_checks.check_external(config, declared)
     if declared.has_rollout:
         engine_backend(config).check_sampling(config)
         checks.check_lengths(hf, config, [])

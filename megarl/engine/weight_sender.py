@@ -27,12 +27,12 @@ ANSWER_BYTES = 1 << 20
 class OrderBuffer:
     """Memory for orders to one engine rank, one at a time, and for its answers, shared on the engine rank's device.
 
-    An engine would copy tensors from anywhere else.
+    An engine would copy tensors from anywhere else. device_number: as for `device.allocate_shared`.
     """
 
-    def __init__(self, backend: EngineBackend) -> None:
-        self._backend = backend
-        self._answer = device.allocate_shared(ANSWER_BYTES)
+    def __init__(self, backend: EngineBackend, device_number: int | None = None) -> None:
+        self._backend, self._device_number = backend, device_number
+        self._answer = device.allocate_shared(ANSWER_BYTES, device_number)
         self._order = self._answer  # the last order must stay alive until the next: the engine may still read it
 
     def make_payload(self, order: dict[str, Any], *buckets: torch.Tensor) -> str:
@@ -43,7 +43,7 @@ class OrderBuffer:
         """
         weight_loader.clear_answer(self._answer)
         encoded = torch.frombuffer(bytearray(json.dumps(order).encode()), dtype=torch.uint8)
-        self._order = device.allocate_shared(len(encoded)).copy_(encoded)
+        self._order = device.allocate_shared(len(encoded), self._device_number).copy_(encoded)
         tensors = [("order", self._order), ("answer", self._answer)]
         tensors += [(f"bucket{number or ''}", bucket) for number, bucket in enumerate(buckets)]
         return self._backend.pack_payload(tensors)
@@ -67,7 +67,7 @@ class WeightSender:
     everything else is collective over an engine's ranks.
 
     backend: kind of the engine. engine: on the lead rank, None on the others. timeout: seconds that the engine may take
-    for an order.
+    for an order. device_number: as for `OrderBuffer`.
 
     A failing engine raises nothing: its ranks go on taking part, since others wait for what they send. Afterwards
     `errors` lists what went wrong on this rank, and `failure` is the engine's error.
@@ -79,13 +79,14 @@ class WeightSender:
         engine: Engine | None,
         gather_payloads: GatherPayloads,
         timeout: float = 120.0,
+        device_number: int | None = None,
     ) -> None:
         self.engine, self.gather_payloads, self.timeout = engine, gather_payloads, timeout
         self.errors: list[str] = []
         self.failure: EngineError | None = None
         self.mismatches: list[str] = []
         """Tensors that compare orders found to differ."""
-        self._order_buffer = OrderBuffer(backend)
+        self._order_buffer = OrderBuffer(backend, device_number)
         self._buckets: list[torch.Tensor] = []
         self._channel: WeightChannel | None = None
         self._session_request: Future[None] | None = None

@@ -29,7 +29,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megarl.config import Config, ConfigError
 from megarl.cpu import megatron_modules
-from megarl.megatron import vision
+from megarl.megatron import layer_wise, vision
 from megarl.megatron.gated_delta_net import use_delta_nets
 from megarl.megatron.lora import add_adapters
 from megarl.megatron.model_layers import (
@@ -199,7 +199,12 @@ def build_chunks(
     ddp = DistributedDataParallelConfig(
         **{**config.train.ddp, "use_distributed_optimizer": True, "grad_reduce_in_fp32": True}
     )
-    wrapped = [DistributedDataParallel(settings, ddp, chunk) for chunk in chunks]
+    optimizer = config.actor_optimizer if role == "actor" else config.critic.optimizer
+    layouts = layer_wise.lay_out(chunks, ddp) if optimizer.type == "muon" else [None] * len(chunks)
+    wrapped = [
+        DistributedDataParallel(settings, ddp, chunk, full_param_layout=layout)
+        for chunk, layout in zip(chunks, layouts, strict=True)
+    ]
     if ddp.overlap_grad_reduce:  # reduce only in the last micro-batch's backward pass
         no_sync_funcs = [chunk.no_sync for chunk in wrapped]
         settings.no_sync_func = no_sync_funcs if len(no_sync_funcs) > 1 else no_sync_funcs[0]

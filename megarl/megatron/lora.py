@@ -201,6 +201,8 @@ def _init_factors(
         tensor.tensor_model_parallel = is_expert or not is_replicated  # type: ignore[attr-defined]
         tensor.shared = is_expert and is_replicated and part > 0  # type: ignore[attr-defined]
         tensor.allreduce = not is_expert  # type: ignore[attr-defined]
+        tensor.expert_tp = is_expert  # type: ignore[attr-defined]  # this and the next for Muon
+        tensor.partition_dim = -1 if is_replicated else split_with(param, param.sharding, parts, part).dim  # type: ignore[attr-defined]
         # A sequence's tokens are spread over the TP ranks, so gradients must be summed over these.
         is_summed = settings.sequence_parallel and is_replicated and not is_expert
         tensor.sequence_parallel = is_summed  # type: ignore[attr-defined]

@@ -48,6 +48,7 @@ class ValueHead(torch.nn.Module):
         self.sequence_parallel = config.sequence_parallel
         self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]  # AdamW beside Muon
 
     def forward(self, hidden: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
         """Map [s / tp, b, hidden] to values [s, b, 1] fp32. The second result, the bias, is None."""

@@ -1,4 +1,4 @@
-"""Megatron's distributed optimizer and learning-rate schedule, with a step that skips non-finite gradients.
+"""Megatron's distributed optimizers and learning-rate schedule, with a step that skips non-finite gradients.
 
 For a distributed checkpoint each rank writes its own shard of the optimizer state, and nothing is gathered. A data
 parallel rank holds a contiguous range of the flat parameter buffer, so it holds a row-major range of a parameter's
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from math import prod
 from typing import Any
 
@@ -19,12 +19,14 @@ from megatron.core import optimizer as core_optimizer
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from megatron.core.optimizer import HAVE_EMERGING_OPTIMIZERS, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megarl.config import OptimizerConfig
+from megarl.config import ConfigError, OptimizerConfig
 from megarl.megatron.host_optimizer import HostAdamW
+from megarl.megatron.layer_wise import LayerWiseOptimizer
 from megarl.models.layout_algebra import range_chunks
 from megarl.parallel.ranks import use_member_world
 
@@ -37,9 +39,12 @@ def local_state_shards(part: Any, model_state: dict[str, Any]) -> list[ShardedTe
 
     model_state: the model's sharded state dict.
     """
-    sharded_tensors, _ = extract_sharded_tensors_and_factories(model_state)
-    sharded_by_param = {sharded.data: sharded for sharded in nested_values(sharded_tensors)}
-    shards: list[ShardedTensor] = []
+    sharded_by_param, shards = _sharded_by_param(model_state), list[ShardedTensor]()
+    if isinstance(part, LayerWiseOptimizer):
+        for param, states in part.states():
+            for name, value in states.items():
+                shards += _shard_flat_range(sharded_by_param[param], f"optimizer.state.{name}.", value.view(-1), 0)
+        return shards
     for buffer in part.gbuf_ranges:
         for bucket in (bucket for buckets in buffer.values() for bucket in buckets):
             for param, ranges in bucket["param_map"].items():
@@ -48,6 +53,12 @@ def local_state_shards(part: Any, model_state: dict[str, Any]) -> list[ShardedTe
                     flat = values[state].detach().view(-1).float()
                     shards += _shard_flat_range(sharded_by_param[param], f"optimizer.state.{state}.", flat, start)
     return shards
+
+
+def _sharded_by_param(model_state: dict[str, Any]) -> dict[torch.Tensor, Any]:
+    """Return the model's sharded tensors, and factories of them, by parameter."""
+    sharded_tensors, _ = extract_sharded_tensors_and_factories(model_state)
+    return {sharded.data: sharded for sharded in nested_values(sharded_tensors)}
 
 
 def _shard_flat_range(sharded: Any, prefix: str, flat: torch.Tensor, start: int) -> Iterator[ShardedTensor]:
@@ -98,12 +109,19 @@ core_optimizer._get_param_groups = _model_param_groups
 def build_optimizer(config: OptimizerConfig, chunks: Sequence[torch.nn.Module], dtype: torch.dtype) -> Any:
     """Build AdamW with fp32 masters and states, sharded over data parallel ranks. Biases and norms do not decay.
 
-    With `offload_fraction` above 0, the distributed optimizers' own optimizers are `HostAdamW`.
+    With `offload_fraction` above 0, the distributed optimizers' own optimizers are `HostAdamW`. With the type `muon`,
+    matrices have a `LayerWiseOptimizer` instead; `layer_wise.lay_out` must have laid out the buffers of `chunks`.
     """
-    is_offloaded = config.offload_fraction > 0
+    is_offloaded, is_muon = config.offload_fraction > 0, config.type == "muon"
+    if is_muon and not HAVE_EMERGING_OPTIMIZERS:
+        raise ConfigError(
+            "optimizer type muon: the package emerging-optimizers is not installed; run launch/install.sh"
+        )
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
-            optimizer="adam",
+            optimizer=config.type,
+            use_layer_wise_distributed_optimizer=is_muon,
+            **{f"muon_{name}": value for name, value in asdict(config.muon).items()},
             lr=config.lr,
             min_lr=config.min_lr,
             weight_decay=config.weight_decay,
@@ -113,7 +131,7 @@ def build_optimizer(config: OptimizerConfig, chunks: Sequence[torch.nn.Module], 
             clip_grad=config.max_grad_norm,
             bf16=dtype == torch.bfloat16,
             params_dtype=dtype,
-            use_distributed_optimizer=True,
+            use_distributed_optimizer=not is_muon,  # which would hold for matrices, too
             use_precision_aware_optimizer=is_offloaded,  # without it, masters would be on the device in addition
             optimizer_cpu_offload=is_offloaded,
             optimizer_offload_fraction=config.offload_fraction,
@@ -121,6 +139,8 @@ def build_optimizer(config: OptimizerConfig, chunks: Sequence[torch.nn.Module], 
         ),
         list(chunks),
     )
+    if isinstance(optimizer, LayerWiseOptimizer):  # there is nothing but matrices
+        optimizer = ChainedOptimizer([optimizer])
     for _, part in _dist_optimizers(optimizer):
         for buffer in part.buffers:
             # On saving, Megatron drops the padding behind each bucket but still indexes parameters with it. That is
@@ -179,16 +199,21 @@ def sharded_state(optimizer: Any, model_state: dict[str, Any], is_loading: bool)
     a pipeline stage has no experts or a rank's shard has no parameters, and gathers everything on the first data
     parallel rank.
     """
+    parts = {**dict(_dist_optimizers(optimizer)), **_layer_wise_optimizers(optimizer)}
+    if not is_loading:
+        return {name: local_state_shards(part, model_state) for name, part in parts.items()}
     return {
-        name: part.sharded_param_state_fully_reshardable(model_state, True, {})
-        if is_loading
-        else local_state_shards(part, model_state)
-        for name, part in _dist_optimizers(optimizer)
+        name: part.sharded_states(_sharded_by_param(model_state))
+        if isinstance(part, LayerWiseOptimizer)
+        else part.sharded_param_state_fully_reshardable(model_state, True, {})
+        for name, part in parts.items()
     }
 
 
 def load_state(optimizer: Any, state: dict[str, Any], steps: int) -> None:
     """Load the state that was read for `sharded_state`. steps: the number of updates so far."""
+    for name, layer_wise in _layer_wise_optimizers(optimizer).items():
+        layer_wise.load_states(state.get(name, {}))
     for name, part in _dist_optimizers(optimizer):
         if isinstance(part.optimizer, HostAdamW):
             _load_host_states(part, state[name])
@@ -225,13 +250,20 @@ def _load_host_states(part: Any, loaded: dict[int, dict[str, torch.Tensor]]) -> 
 
 def _dist_optimizers(optimizer: Any) -> list[tuple[str, Any]]:
     """Return the distributed optimizers of dense parameters and of experts, those that have parameters, by name."""
-    parts = enumerate(optimizer.chained_optimizers)
-    return [(f"part{i}", part) for i, part in parts if not part.is_stub_optimizer and part.buffers]
+    parts = [part for part in optimizer.chained_optimizers if not isinstance(part, LayerWiseOptimizer)]
+    return [(f"part{i}", part) for i, part in enumerate(parts) if not part.is_stub_optimizer and part.buffers]
+
+
+def _layer_wise_optimizers(optimizer: Any) -> dict[str, LayerWiseOptimizer]:
+    """Return the layer-wise optimizer of matrices by name; empty with AdamW alone."""
+    parts = (part for part in optimizer.chained_optimizers if isinstance(part, LayerWiseOptimizer))
+    return dict(zip(["muon"], parts, strict=False))
 
 
 def _inner_optimizers(optimizer: Any, on_host: bool = True) -> list[torch.optim.Optimizer]:
     """Return the optimizers inside Megatron's wrappers, with those on the host or without."""
-    inner: list[torch.optim.Optimizer] = []
+    layer_wise = _layer_wise_optimizers(optimizer).values()
+    inner = [part.optimizer for parts in layer_wise for part in parts.chained_optimizers]
     for _, part in _dist_optimizers(optimizer):
         if not isinstance(part.optimizer, HostAdamW):
             inner.append(part.optimizer)

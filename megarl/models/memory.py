@@ -7,6 +7,7 @@ overhead of CUDA, NCCL and the allocator is not counted.
 
 from __future__ import annotations
 
+import heapq
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -322,7 +323,8 @@ def _trained_stages(hf: HFConfig, job_config: Config, role: str, tokens: int) ->
     """Return the memory of a trained model by pipeline stage. tokens: of a micro-batch on a rank."""
     config, policy = role_config(job_config, role), policy_config(job_config, role)
     is_actor = split_role(role)[0] == "actor"
-    fraction = (policy.actor_optimizer if is_actor else policy.critic.optimizer).offload_fraction
+    optimizer = policy.actor_optimizer if is_actor else policy.critic.optimizer
+    fraction, is_muon = optimizer.offload_fraction, optimizer.type == "muon"
     parallel, size = config.parallel, DTYPE_BYTES[config.model.dtype]
     settings, layers = _settings_and_layers(hf, config)
     dp = parallel.world_size // (parallel.tp * parallel.pp)  # including cp: optimizer states are sharded over both
@@ -331,9 +333,14 @@ def _trained_stages(hf: HFConfig, job_config: Config, role: str, tokens: int) ->
     replays, indices = (is_actor and key for key in (config.train.routing_replay, config.train.sparse_index_replay))
     stages = []
     indexer, frozen_tower = is_actor and config.train.indexer_loss_coef > 0, config.model.freeze_vision_tower
-    by_stage = stage_elements(hf, parallel, layers, not is_actor, config.lora, bool(mtp), indexer, frozen_tower)
+    model = hf, parallel, layers, not is_actor, config.lora, bool(mtp), indexer, frozen_tower
+    by_stage, matrices = stage_elements(*model), stage_matrices(*model) if is_muon else [((), ())] * len(layers)
     for stage, elements in enumerate(by_stage):
-        parts = state_bytes(elements, dp, expert_dp, size, fraction), offloaded_bytes(elements, dp, expert_dp, fraction)
+        packed = [pack(each, ranks) for each, ranks in zip(matrices[stage], (dp, expert_dp), strict=True)]
+        parts = (
+            state_bytes(elements, dp, expert_dp, size, fraction, *packed),
+            offloaded_bytes(elements, dp, expert_dp, fraction),
+        )
         states, host = ({f"{role.replace('_', ' ')} {part}": amount for part, amount in each.items()} for each in parts)
         activations, inputs = training_bytes(settings, layers, stage, parallel, tokens, size, mtp, replays, indices)
         stages.append(TrainedStage(layers[stage], activations, ceil(inputs), states, host))
@@ -431,23 +438,88 @@ def stage_elements(
     """
     sizes = parallel.tp, parallel.etp, parallel.ep
     by_layer = _count_elements(_to_json(hf), *sizes, head, lora or LoraConfig(), mtp, indexer, freezes_tower)
+    return [_sum(by_layer.get(name, ElementCounts()) for name in stage) for stage in _parts_of_stages(stages)]
+
+
+def _parts_of_stages(stages: Sequence[Sequence[int]]) -> list[list[int | str]]:
+    """Return the layers and other parts of each pipeline stage."""
     names: list[list[int | str]] = [list(stage) for stage in stages]
     names[0] += BEFORE_DECODER
     names[-1].append("final")
     if len(stages) > 1:
         names[-1].append("embedding copy")
-    return [_sum(by_layer.get(name, ElementCounts()) for name in stage) for stage in names]
+    return names
+
+
+def stage_matrices(
+    hf: HFConfig,
+    parallel: ParallelConfig,
+    stages: Sequence[Sequence[int]],
+    head: bool = False,
+    lora: LoraConfig | None = None,
+    mtp: bool = False,
+    indexer: bool = False,
+    freezes_tower: bool = False,
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Return the elements of each matrix that Muon updates on one rank of each stage: dense ones, and experts'.
+
+    Arguments are those of `stage_elements`.
+    """
+    sizes = parallel.tp, parallel.etp, parallel.ep
+    rows = _list_rows(_to_json(hf), *sizes, head, lora or LoraConfig(), mtp, indexer, freezes_tower)
+    matrices = [(part, row) for part, rows_of_part in rows.items() for row in rows_of_part if row.is_matrix]
+
+    def sizes_of(names: Collection[int | str], field: str) -> tuple[int, ...]:
+        rows = (row for part, row in matrices if part in names and row.field == field)
+        return tuple(row.size for row in rows for _ in range(row.copies))
+
+    return [(sizes_of(set(names), "dense"), sizes_of(set(names), "expert")) for names in _parts_of_stages(stages)]
+
+
+class PackedMatrices(NamedTuple):
+    """The matrices of a rank's part of a model, each with its states on one of the data parallel ranks."""
+
+    elements: int = 0
+    largest: int = 0  # on the rank with the most
+
+
+@cache
+def pack(sizes: tuple[int, ...], ranks: int) -> PackedMatrices:
+    """Assign matrices to data parallel ranks as Megatron does: the largest first, each to the rank with the fewest
+    elements, whose matrices start at multiples of 64. With `train.ddp.overlap_grad_reduce` it does so per bucket."""
+    loads = [(0, 0)] * ranks  # padded, exact
+    for size in sorted(sizes, reverse=True):
+        padded, exact = heapq.heappop(loads)
+        heapq.heappush(loads, (ceil(padded / 64) * 64 + size, exact + size))
+    return PackedMatrices(sum(sizes), max(exact for _, exact in loads))
 
 
 def _sum(parts: Iterable[ElementCounts]) -> ElementCounts:
     return ElementCounts(*map(sum, zip(ElementCounts(), *parts, strict=True)))
 
 
+class _Row(NamedTuple):
+    """A parameter of a rank, as often as it has experts like it."""
+
+    field: str  # of `ElementCounts`
+    size: int
+    copies: int
+    is_matrix: bool  # that Muon updates
+
+
+def _count_elements(*arguments: Any) -> dict[int | str, ElementCounts]:
+    """Return the element counts of the rows of `_list_rows`."""
+    return {
+        part: _sum(ElementCounts(**{row.field: row.size * row.copies}) for row in rows)
+        for part, rows in _list_rows(*arguments).items()
+    }
+
+
 @cache
-def _count_elements(
+def _list_rows(
     text: str, tp: int, etp: int, ep: int, head: bool, lora: LoraConfig, mtp: bool, indexer: bool, freezes_tower: bool
-) -> dict[int | str, ElementCounts]:
-    """Return a rank's element counts of each layer, of the embedding, of the final layers, and of the embedding's copy.
+) -> dict[int | str, list[_Row]]:
+    """Return a rank's parameters of each layer, of the embedding, of the final layers, and of the embedding's copy.
 
     The last stage holds that copy if the embedding is tied or used by multi-token prediction.
     """
@@ -458,11 +530,12 @@ def _count_elements(
     is_tied = all(param.megatron != "output_layer.weight" for param in params)
     if lora.rank:
         params = params + adapter_params(params, lora)
-    counts: dict[int | str, ElementCounts] = {}
+    rows: dict[int | str, list[_Row]] = {}
     for param in params:
-        field, size = "dense", prod(local_shape(param, tp if param.expert is None else etp, 0))
+        shape = local_shape(param, tp if param.expert is None else etp, 0)
+        field, size, count = "dense", prod(shape), 1
         if param.expert is not None:
-            field, size = "expert", size * experts // ep
+            field, count = "expert", experts // ep
         if param.is_buffer or (is_indexer(param) and not indexer and param.dtype is not None):
             field = "biases"
         elif is_indexer(param) and not indexer:
@@ -474,13 +547,22 @@ def _count_elements(
         layer = layer_of(param.megatron)
         end = next((part for part in BEFORE_DECODER if param.megatron.startswith(part)), "final")
         part = end if layer is None else layer
-        counts[part] = _sum([counts.get(part, ElementCounts()), ElementCounts(**{field: size})])
+        is_matrix = len(shape) == 2 and not any(name in param.megatron for name in ("embed", "output_layer."))
+        rows.setdefault(part, []).append(_Row(field, size, count, is_matrix and field in ("dense", "expert")))
     if is_tied or mtp:
-        counts["embedding copy"] = counts["embedding."]
-    return counts
+        rows["embedding copy"] = rows["embedding."]
+    return rows
 
 
-def state_bytes(elements: ElementCounts, dp: int, expert_dp: int, size: int, offloaded: float = 0.0) -> dict[str, int]:
+def state_bytes(
+    elements: ElementCounts,
+    dp: int,
+    expert_dp: int,
+    size: int,
+    offloaded: float = 0.0,
+    matrices: PackedMatrices = PackedMatrices(),  # noqa: B008  immutable
+    expert_matrices: PackedMatrices = PackedMatrices(),  # noqa: B008
+) -> dict[str, int]:
     """Return the device bytes of weights, fp32 gradients, and the rank's shard of master weights and two moments.
 
     Per element, with the optimizer sharded over d ranks: 6 + 12 / d bytes in bf16 and 8 + 8 / d in fp32, where the
@@ -488,13 +570,18 @@ def state_bytes(elements: ElementCounts, dp: int, expert_dp: int, size: int, off
 
     dp, expert_dp: ranks over which states of dense parameters, and those of experts, are sharded.
     offloaded: share of masters and moments on the host. Whole parameters are, so it may be up to one parameter more.
+    matrices, expert_matrices: those that Muon updates, with one moment of two, on the rank with the most of them;
+        gradient buffers have room for as many on each rank.
     """
     dense, expert, frozen, biases = elements
-    states = 12 if size == 2 else 8
+    states, optimizer, padding = 12 if size == 2 else 8, 0, 0
+    for count, ranks, packed in ((dense, dp, matrices), (expert, expert_dp, expert_matrices)):
+        optimizer += ceil((1 - offloaded) * states * (count - packed.elements) / ranks) + (states - 4) * packed.largest
+        padding += ranks * packed.largest - packed.elements
     return {
         "weights": (dense + expert + frozen) * size + biases * 4,
-        "gradients": (dense + expert) * 4,
-        "optimizer": sum(ceil((1 - offloaded) * states * count / n) for count, n in ((dense, dp), (expert, expert_dp))),
+        "gradients": (dense + expert + padding) * 4,
+        "optimizer": optimizer,
     }
 
 

@@ -74,10 +74,14 @@ def synchronize(tensor: torch.Tensor, whole: bool = False) -> None:
         torch.cuda.current_stream(tensor.device).synchronize()
 
 
-def allocate_shared(size: int) -> torch.Tensor:
-    """Allocate [size] uint8 on this rank's device, in memory that another process of the machine can open."""
+def allocate_shared(size: int, number: int | None = None) -> torch.Tensor:
+    """Allocate [size] uint8 in memory that another process of the machine can open.
+
+    number: which of the machine's devices; this rank's by default.
+    """
     if _HAS_CUDA:
-        return torch.empty(size, dtype=torch.uint8, device=device())
+        where = device() if number is None else torch.device("cuda", number)
+        return torch.empty(size, dtype=torch.uint8, device=where)
     return shared_memory.empty((size,), torch.uint8)
 
 

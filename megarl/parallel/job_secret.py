@@ -24,6 +24,8 @@ from typing import Any
 from megarl.config import ConfigError
 
 SECRET_ENV = "MEGARL_SECRET"
+EXTERNAL_SECRET_ENV = "MEGARL_ENGINE_SECRET"
+"""Environment variable: the secret of a run and the engines that were started outside of it."""
 _DIGEST_BYTES = 32
 _MIN_LENGTH = 16
 _JOB_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "MEGARL_RESTARTED")
@@ -83,12 +85,26 @@ def launcher_key() -> bytes:
     return hashlib.blake2b(b"launchers", key=_base_key(is_alone=False), digest_size=32).digest()
 
 
+def external_key() -> bytes:
+    """Return the key shared with engines that were started outside of the job, 32 bytes.
+
+    A job's own secret cannot be it: a launcher makes a new one for each start.
+    """
+    key = _key_from_environment(EXTERNAL_SECRET_ENV) or _user_key()
+    return hashlib.blake2b(b"external engines", key=key, digest_size=32).digest()
+
+
 def _base_key(is_alone: bool) -> bytes:
-    if text := os.environ.get(SECRET_ENV, ""):
-        if len(text) < _MIN_LENGTH:
-            raise ConfigError(f"{SECRET_ENV} has {len(text)} characters: set it to {_MIN_LENGTH} random ones or more")
-        return hashlib.blake2b(text.encode(), digest_size=32).digest()
-    return secrets.token_bytes(32) if is_alone else _user_key()
+    return _key_from_environment(SECRET_ENV) or (secrets.token_bytes(32) if is_alone else _user_key())
+
+
+def _key_from_environment(name: str) -> bytes:
+    """Return the key of the secret in this environment variable; empty without one. Raises ConfigError."""
+    if not (text := os.environ.get(name, "")):
+        return b""
+    if len(text) < _MIN_LENGTH:
+        raise ConfigError(f"{name} has {len(text)} characters: set it to {_MIN_LENGTH} random ones or more")
+    return hashlib.blake2b(text.encode(), digest_size=32).digest()
 
 
 def _user_key() -> bytes:

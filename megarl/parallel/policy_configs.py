@@ -53,7 +53,8 @@ def _trained_policy_config(config: Config, policy: str) -> Config:
     critic_settings = role_settings(config, critic)
     if "replay" in engine_settings:
         raise ConfigError(f"roles.{rollout}.rollout.replay: all policies replay the same run; set rollout.replay")
-    defaults = dataclasses.replace(config.rollout, replay=_replay_of_policy(config.rollout.replay, policy))
+    # An engine outside of the job has the weights of one policy.
+    defaults = dataclasses.replace(config.rollout, replay=_replay_of_policy(config.rollout.replay, policy), external=())
     placement = placement_of(config)
     ranks = {name: placement.format_ranks(name) for name in (actor, rollout, critic)}
     policy_ranks = {"actor": ranks[actor], "rollout": ranks[rollout], "critic": ranks[critic]}

@@ -44,9 +44,16 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     tensor = torch.frombuffer(memory, dtype=dtype).view(tuple(shape))
     address = tensor.data_ptr()
     _allocations[address] = descriptor, size
-    finalizer = weakref.finalize(memory, lambda: os.close(_allocations.pop(address)[0]))
+    finalizer = weakref.finalize(memory, _release, address, descriptor)
     finalizer.atexit = False  # tensors may be read until interpreter exit
     return tensor
+
+
+def _release(address: int, descriptor: int) -> None:
+    """Forget an allocation whose memory is unmapped. Another thread may have got memory at its address since then."""
+    if _allocations.get(address, (-1, 0))[0] == descriptor:
+        del _allocations[address]
+    os.close(descriptor)
 
 
 def find_region(tensor: torch.Tensor) -> MemoryRegion | None:

@@ -14,6 +14,7 @@ import torch
 
 from megarl.config import OnWeightSync
 from megarl.engine.engine_protocol import NOT_RECORDED, Generation, Policy, RecordedPrefix, TokenCallback
+from megarl.engine.external_client import SharedClient
 from megarl.rollout.partial_rollouts import merge_turns
 from megarl.types import Ids, Image, SamplingMask, as_token_ids
 
@@ -141,6 +142,8 @@ class RequestSlot:
         try:
             async with self._gate.free_slots:
                 options: dict[str, Any] = {"images": images} if images else {}
+                if isinstance(self._gate.policy, SharedClient):
+                    options["conversation"] = self
                 generation = await self._request(ids, params, recorded, on_tokens, options)
                 while generation.finish_reason == "abort" and not self._gate.open.is_set():
                     new_ids, budget = generation.token_ids, params["max_new_tokens"] - len(generation.token_ids)

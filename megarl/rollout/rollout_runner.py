@@ -13,6 +13,8 @@ from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import OnWeightSync, RolloutConfig
 from megarl.engine.engine_protocol import Engine, EngineClient, EngineLost
 from megarl.engine.engine_restart import watch
+from megarl.engine.external_client import SharedClient
+from megarl.engine.external_engines import ExternalEngines
 from megarl.engine.tool_calls import ParsedResponse, ParseFunction, make_parser
 from megarl.environments.process_sessions import EnvironmentPool, ToolCallStats
 from megarl.models.routing import RoutingShape
@@ -55,6 +57,7 @@ class RolloutRunner:
         routing: shape of the engine's routing record, if rollouts carry one
         on_rollout_finished: as `RolloutContext.on_rollout_finished`
         indices: shape of its record of sparse attention indices, if rollouts carry one
+        external: engines outside of the job that take part of the requests
         on_engine_lost: called immediately when the engine is lost, in the generation thread, possibly more than once
     """
 
@@ -67,8 +70,9 @@ class RolloutRunner:
         on_rollout_finished: Callable[[Rollout], None] = lambda rollout: None,
         on_engine_lost: Callable[[EngineLost], None] = lambda lost: None,
         indices: IndexShape | None = None,
+        external: ExternalEngines | None = None,
     ) -> None:
-        self._engine, self._chat, self._config = engine, chat, config
+        self._engine, self._chat, self._config, self._external = engine, chat, config, external
         self._routing, self._indices = routing, indices
         self._on_rollout_finished, self._on_engine_lost = on_rollout_finished, on_engine_lost
         self._loop = asyncio.new_event_loop()  # asyncio subprocesses are bound to one loop
@@ -247,6 +251,10 @@ class RolloutRunner:
         if self._stream is not None:
             paused.append(self._run_unless_stream_fails(self._stream.pause(mode)))
         await asyncio.gather(*paused)
+        if mode == "in_place":  # external engines continue like this engine's own after "retract"
+            clients: list[EngineClient | None] = [*self._client_by_gate.values(), self._client]
+            shared = [client for client in clients if isinstance(client, SharedClient)]
+            await asyncio.gather(*(client.stop_external(wait=True) for client in shared))
 
     async def _pause_gate(self, gate: RequestGate, mode: OnWeightSync) -> None:
         try:
@@ -305,7 +313,11 @@ class RolloutRunner:
     # --- helpers
 
     def _new_client(self) -> EngineClient:
-        return self._engine.connect(self._config.step_timeout + _REQUEST_MARGIN_S, self._routing, self._indices)
+        timeout = self._config.step_timeout + _REQUEST_MARGIN_S
+        client = self._engine.connect(timeout, self._routing, self._indices)
+        if self._external is None:
+            return client
+        return SharedClient(client, self._external, timeout, self._config.hang_timeout)
 
     def _make_context(self, client: EngineClient, config: RolloutConfig) -> RolloutContext:
         engine, chat = self._engine, self._chat

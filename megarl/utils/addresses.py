@@ -22,6 +22,14 @@ def is_public(address: str) -> bool:
     return ip.is_global and not ip.is_multicast
 
 
+def is_public_literal(host: str) -> bool:
+    """Return whether a host is a public address, without resolving a name."""
+    try:
+        return is_public(host)
+    except ValueError:
+        return False
+
+
 def is_known_private(host: str) -> bool:
     """Return whether a host is known to be private without resolving its name."""
     try:

@@ -15,6 +15,7 @@ from megarl.config import ConfigError
 from megarl.engine.engine_backends import engine_backend
 from megarl.engine.engine_protocol import Engine, EngineError
 from megarl.engine.engine_restart import EngineRestart
+from megarl.engine.external_engines import ExternalEngines
 from megarl.observe.clock import REMOTE
 from megarl.parallel import device, ranks
 from megarl.parallel.placement import engine_ranks, placement_of, role_parallel
@@ -69,6 +70,10 @@ class Engines:
         """The engine whose processes this rank manages, if any."""
         self.weight_sync: WeightSync | None = None
         """None without an actor: engines then keep the weights that they have loaded."""
+        self.external: ExternalEngines | None = None
+        """The engines outside of the job that this rank's engine feeds; None without an actor."""
+        self.external_addresses: Sequence[str] = ()
+        """Those of all external engines; the same on all ranks."""
         self.version = 0
         self._actor: ActorWorker | None = None
         """The actor whose weights the engines have; None while they have those that they loaded."""
@@ -102,8 +107,13 @@ class Engines:
         parallel = dataclasses.replace(role_parallel(self.config, "actor"), world_size=self.job.world)
         sync_config = dataclasses.replace(self.config, parallel=parallel)
         is_lost = (lambda error: False) if self.engine_restart is None else self.engine_restart.restart_if_lost
+        if self.engine_index is not None:
+            self.external = ExternalEngines(
+                self.config, self.engine_index, len(self.engine_ranks), self._position, self._collect
+            )
         self.weight_sync = WeightSync(
-            context.hf_config, sync_config, self.job, self.lead_engine, self._collect, trains, generates, is_lost
+            *(context.hf_config, sync_config, self.job, self.lead_engine, self._collect, trains, generates, is_lost),
+            self.external,
         )
 
     @property
@@ -159,8 +169,23 @@ class Engines:
                 if self.takes_turns:
                     self.sleep()
 
+    def set_external(self, addresses: Sequence[str]) -> None:
+        """Use the external engines at these addresses, from the next weight sync on. On all ranks; not collective."""
+        self.external_addresses = addresses
+        if self.external is not None:
+            self.external.set_addresses(addresses)
+
+    def log_external(self) -> None:
+        """Log which external engines have come and gone. Collective."""
+        lead = self.external if self._position == 0 else None
+        for lines in ranks.all_gather_objects([] if lead is None else lead.pop_changes()):
+            for line in lines:
+                self._context.log(line)
+
     def close(self) -> None:
-        """Stop this rank's engine. Not collective."""
+        """Stop this rank's engine, and hang up on external ones. Not collective."""
+        if self.external is not None:
+            self.external.close()
         if self.engine is not None and self.engine_restart is not None:
             self.engine_restart.close()
 
@@ -256,8 +281,14 @@ class Engines:
         if self.recovery.unsynced:
             self.weight_sync.verify_next()
         with self.with_timeout(self.config.rollout.start_timeout):
+            if self.external_addresses:
+                has_joined = self.external is not None and self.external.connect()
+                if any(ranks.all_gather_objects(has_joined)):
+                    self.weight_sync.verify_next()
             self.weight_sync.sync({} if actor.model is None else actor.model.merged_params(), self.version)
             lost = self.recovery.exchange_losses()
+        if self.external_addresses:
+            self.log_external()
         self.recovery.on_weight_sync(not lost)
         return not lost
 

@@ -60,6 +60,9 @@ class RolloutWorker(Worker):
         self._num_generations = self._next_group = 0
         self._is_closing = False
         self._runner: RolloutRunner | None = None
+        self._external_counts, self._num_external = [0] * 3, 0
+        """Of the step: responses of all engines and of external ones, and repeated requests; and how many external
+        engines may generate."""
         self._lost_counts = {"rollout/lost_samples": 0, "rollout/regenerated_samples": 0}
         self._expert_balance: ExpertBalance | None = None
         """Where the engines' experts are, if weight syncs move them."""
@@ -79,6 +82,7 @@ class RolloutWorker(Worker):
                 context.on_rollout_finished,
                 self.engines.engine_restart.report_lost,
                 index_shape(context.hf_config, self.config),
+                self.engines.external,
             )
         has_agents = any(environment.kind == "agent" for environment in context.chat.catalog.environments.values())
         self._agent_metrics = AgentMetrics(has_agents, row_exchange.WorldComm(), self._runner)
@@ -109,9 +113,11 @@ class RolloutWorker(Worker):
         self._next_group = 0
         self.generations, self._replayed_step = [], None
         self._prompts, self._idle_metrics = {}, {}
+        self._external_counts = [0] * 3
 
     def set_config(self, config: Config) -> None:
         super().set_config(config)
+        self.engines.set_external(() if config.rollout.replay else config.rollout.external)
         if self._runner is not None:
             self._runner.set_config(config.rollout)
 
@@ -176,6 +182,8 @@ class RolloutWorker(Worker):
                     rollouts = self._generate(prompts, samples, greedy, held_out)
             self._agent_metrics.update()
             self._tool_monitor.update(self.step)
+            if self.engines.external_addresses:
+                self._count_external()
             self.generations.append(GenerateCall(rollouts, greedy))
             if self._expert_balance is not None and not held_out:
                 self._expert_balance.count(rollouts.local)
@@ -305,6 +313,16 @@ class RolloutWorker(Worker):
                 error = str(failure)
                 ranks.set_flag(alarm)
         return result, self.engines.recovery.exchange_losses(error)
+
+    def _count_external(self) -> None:
+        """Add up what external engines have done since the last call. Collective."""
+        external, counts = self.engines.external if self._runner is not None else None, [0] * 4
+        if external is not None:
+            counts = [external.num_responses, external.num_external, external.num_repeated, external.num_usable]
+            external.num_responses = external.num_external = external.num_repeated = 0
+        *sums, self._num_external = row_exchange.WorldComm().all_reduce(torch.tensor(counts)).tolist()
+        self._external_counts = [old + new for old, new in zip(self._external_counts, sums, strict=True)]
+        self.engines.log_external()
 
     def _count_lost(self, counts: Sequence[int]) -> None:
         for name, more in zip(self._lost_counts, counts, strict=True):
@@ -439,8 +457,19 @@ class RolloutWorker(Worker):
             | self._tool_monitor.metrics
             | self.engines.sync_metrics()
             | ({} if self._expert_balance is None else self._expert_balance.metrics)
+            | self._external_metrics()
             | recovery_metrics
         )
+
+    def _external_metrics(self) -> dict[str, float]:
+        if not self.engines.external_addresses:
+            return {}
+        responses, external, repeated = self._external_counts
+        return {
+            "rollout/external_engines": float(self._num_external),
+            "rollout/external_frac": external / max(1, responses),
+            "rollout/external_repeated": float(repeated),
+        }
 
     def save(self) -> Write:
         """Save the groups in flight that a later step continues, and where the engines' experts are."""

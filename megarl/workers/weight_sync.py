@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megarl.config import Config, ConfigError
 from megarl.engine.engine_backends import engine_backend
 from megarl.engine.engine_protocol import Engine, EngineError, GatherPayloads
+from megarl.engine.external_engines import ExternalEngines
 from megarl.engine.weight_sender import WeightSender
 from megarl.models.layout_algebra import HFConfig, Param
 from megarl.models.lora_tables import MergedWeights, adapted_weights
@@ -43,6 +44,7 @@ class WeightSync:
 
     engine: the engine that this rank leads, if any. collect: gathers over the ranks of this rank's engine. train_ranks,
     engine_ranks: see `build_plan`. is_lost: returns True if this error means that the engine is lost and must restart.
+    external: engines outside of the job that get the weights of this rank's engine.
     """
 
     def __init__(
@@ -55,8 +57,10 @@ class WeightSync:
         train_ranks: Sequence[int] | None = None,
         engine_ranks: Sequence[int] | None = None,
         is_lost: Callable[[EngineError], bool] = lambda error: False,
+        external: ExternalEngines | None = None,
     ) -> None:
         self.is_lost, self._has_lost_engine = is_lost, False
+        self.external = external
         self.hf, self.config, self.job, self.engine = hf, config, job, engine
         self.collect = gather_payloads
         family = family_of(hf)
@@ -151,6 +155,8 @@ class WeightSync:
             elif has_base:  # what a lost engine could not read back has reached others; the sync is repeated anyway
                 problems = []
         succeeded = not (problems or lost)
+        if self.external is not None:
+            self.external.commit(version if succeeded else None)
         end_problems, lost_at_end = self._gather_live_problems(
             self._run_on_engine(lambda engine: engine.end_update(version if succeeded else None))
         )
@@ -198,6 +204,8 @@ class WeightSync:
             experts = self.plan.engine.experts
             decoder = {} if draft else {layer: experts[layer] for layer in experts if layer is not None}
             sender.send_order({"do": "finish"} | ({"experts": decoder} if decoder else {}), draft)
+        if self.external is not None:
+            self.external.finish()
 
     def _send_weights(
         self, local: Mapping[str, torch.Tensor], sender: WeightSender, version: int, compare: bool = False
@@ -269,11 +277,25 @@ class WeightSync:
         version: int,
         compare: bool = False,
     ) -> None:
+        external = None if compare else self.external
+
         def share(buckets: Sequence[torch.Tensor]) -> None:
             sender.open(buckets, self.plan.engine.draft)
+            if external is not None:
+                external.begin(len(buckets[0]))
+
+        def send(buffer: torch.Tensor, order: dict[str, Any], draft: bool) -> None:
+            sender(buffer, order, draft)
+            if external is not None:
+                external.write(buffer, order, draft)
+
+        def wait() -> None:
+            sender.wait_pending()
+            if external is not None:
+                external.wait()
 
         try:
-            executor.sync(local, sender, version, sender.wait_pending, compare, share)
+            executor.sync(local, send, version, wait, compare, share)
         except BaseException as error:
             sender.close_channel()  # the engine process waits for orders
             if isinstance(error, WeightSyncError):

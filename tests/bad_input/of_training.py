@@ -54,6 +54,11 @@ CASES = [
         ("actor_optimizer.min_lr=1 is above actor_optimizer.lr=1e-06",),
         (*SFT, "actor_optimizer.min_lr=1"),
     ),
+    Case(
+        "Muon on the host",
+        ("actor_optimizer.offload_fraction=0.5 with actor_optimizer.type=muon", "updates by AdamW alone"),
+        ("actor_optimizer.type=muon", "actor_optimizer.offload_fraction=0.5"),
+    ),
     Case("a stage at the first step", ("stages: '1' is no step from 2 on",), ("stages={1: {loss: {clip: 0.1}}}",)),
     Case("a stage without a step", ("stages: 'later' is no step",), ("stages={later: {loss: {clip: 0.1}}}",)),
     Case(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
@@ -16,7 +17,13 @@ from tokenizers.models import BPE
 
 from megarl.config import Config, ConfigError, from_dict
 from megarl.controllers.controller import load_requirements
-from megarl.dry_run.config_checks import check_data, check_drafts, check_registered_buffers, mean_image_bytes
+from megarl.dry_run.config_checks import (
+    check_data,
+    check_drafts,
+    check_expert_biases,
+    check_registered_buffers,
+    mean_image_bytes,
+)
 from megarl.dry_run.model_folders import check_same_tokenizer
 from megarl.engine.sglang.sglang_backend import SGLangBackend
 
@@ -174,3 +181,16 @@ def test_nan_in_the_curriculum_column_raises(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match="train.jsonl:1: 'level' is NaN"):
         check_and_warn("grpo", file, file, curriculum_key="level")
+
+
+def test_muon_is_refused_for_experts_with_biases() -> None:
+    """Of both roles, with the role's key; adapters have no biases."""
+    model = {**tiny.HF["gpt_oss"]}
+    muon: dict[str, Any] = {"type": "muon"}
+    with pytest.raises(ConfigError, match=r"^actor_optimizer.type=muon, but the model's experts have biases"):
+        check_expert_biases(model, from_dict({"actor_optimizer": muon}), "actor")
+    with pytest.raises(ConfigError, match=r"^critic.optimizer.type=muon, but"):
+        check_expert_biases(model, from_dict({"critic": {"optimizer": muon}}), "critic")
+    check_expert_biases(model, from_dict({"critic": {"optimizer": muon}}), "actor")
+    check_expert_biases(model, from_dict({"actor_optimizer": muon, "lora": {"rank": 4}}), "actor")
+    check_expert_biases(tiny.HF["qwen3_moe"], from_dict({"actor_optimizer": muon}), "actor")

@@ -16,6 +16,7 @@ from megarl.controllers.controller import load_requirements
 from megarl.dry_run.rollout_checks import (
     check_asynchronous,
     check_enough_prompts,
+    check_external,
     check_oversampling,
 )
 from megarl.engine.sglang.server_args import check_sampling
@@ -122,3 +123,45 @@ def test_asynchronous_rollouts_need_correction_and_a_kv_cache_of_their_own() -> 
     check_asynchronous(replace(config, rollout=keeping), load_requirements(config), [])
     with pytest.raises(ConfigError, match=r"^rollout.on_weight_sync=in_place with engines on the ranks of the actor"):
         check_asynchronous(replace(colocated, rollout=keeping), load_requirements(config), [])
+
+
+@pytest.mark.parametrize(
+    ("addresses", "message"),
+    [
+        (["10.0.0.5:7000", "node-3:7000", "[fd00::1]:7000"], ""),
+        (["10.0.0.5"], "rollout.external: '10.0.0.5' is not HOST:PORT, such as"),
+        (["10.0.0.5:7000", "10.0.0.5:7000"], "rollout.external names 10.0.0.5:7000 twice"),
+        (["8.8.8.8:7000"], "8.8.8.8:7000 is an address of the public internet, .* MEGARL_PUBLIC_NETWORK=1"),
+    ],
+)
+def test_checks_addresses_of_external_engines(
+    addresses: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(external=addresses)
+    with pytest.raises(ConfigError, match=message) if message else nullcontext():
+        check_external(config, load_requirements(config))
+    if "public" in message:
+        monkeypatch.setenv("MEGARL_PUBLIC_NETWORK", "1")
+        check_external(config, load_requirements(config))
+
+
+def test_external_engines_need_a_trainer() -> None:
+    config = from_dict({"algorithm": "generate", "rollout": {"external": ["10.0.0.5:7000"]}})
+    with pytest.raises(ConfigError, match="rollout.external with algorithm=generate: .* nothing trains here"):
+        check_external(config, load_requirements(config))
+
+
+def test_external_engines_get_whole_weights() -> None:
+    config = make_config(external=["10.0.0.5:7000"], sync_adapters_only=True)
+    with pytest.raises(ConfigError, match="rollout.external with rollout.sync_adapters_only: .* set the second"):
+        check_external(config, load_requirements(config))
+
+
+def test_an_external_engine_has_one_policy() -> None:
+    algorithm = "megarl.controllers.policies:PPOAndReMaxController"
+    config = from_dict({"algorithm": algorithm, "rollout": {"external": ["10.0.0.5:7000"]}})
+    check_external(config, load_requirements(config))  # the second policy does not inherit it
+    roles = {"rollout_b": {"rollout": {"external": ["10.0.0.5:7000"]}}}
+    config = from_dict({"algorithm": algorithm, "rollout": {"external": ["10.0.0.5:7000"]}, "roles": roles})
+    with pytest.raises(ConfigError, match="roles.rollout_b.rollout.external names 10.0.0.5:7000, and so does rollout"):
+        check_external(config, load_requirements(config))

@@ -331,6 +331,7 @@ with exit_status.exit_on_error():
 
 IMPORTED_AS = {"yaml": "pyyaml", "megatron": "megatron-core", "math_verify": "math-verify", "xdist": "pytest-xdist"}
 IMPORTED_AS |= {"compressed_tensors": "compressed-tensors", "PIL": "pillow"}
+IMPORTED_AS |= {"emerging_optimizers": "emerging-optimizers"}
 
 
 def test_requirements_list_every_imported_package() -> None:

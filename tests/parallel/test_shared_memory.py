@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import psutil
@@ -41,3 +42,23 @@ def test_refuses_to_export_private_memory() -> None:
     with pytest.raises(ValueError, match="is not in shared memory"):
         shared_memory.export_handle(torch.zeros(3))
     assert shared_memory.map_handle(*shared_memory.export_handle(torch.zeros(0, dtype=torch.uint8))).numel() == 0
+
+
+def test_threads_allocate_and_free_at_the_same_time() -> None:
+    """Memory is unmapped before its finalizer runs, so that another thread may get memory at the same address first."""
+    errors: list[Exception] = []
+
+    def allocate() -> None:
+        try:
+            for _ in range(2000):
+                shared_memory.export_handle(shared_memory.empty((100_000,), torch.uint8))
+        except Exception as error:
+            errors.append(error)
+
+    before = shared_memory.allocated_bytes()
+    threads = [threading.Thread(target=allocate) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == [] and shared_memory.allocated_bytes() == before

@@ -210,6 +210,7 @@ _REMEDIES = {
     "whose config.json has quantization_config",
     "cpu_offload_gb": "offloaded weights cannot be synced; set rollout.tp higher instead",
     "delete_ckpt_after_loading": "it would delete model.path",
+    "disaggregation_mode": "each response would come from two engines, of which a client knows one; remove it",
     "enable_lora": "adapters are merged before a weight sync; set lora.rank",
     "json_model_override_args": "the engine's model must be the trainer's; change config.json in model.path",
 }

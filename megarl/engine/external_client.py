@@ -1,0 +1,256 @@
+"""The client of an engine of the run, which shares its requests with external engines (`external_engines.py`)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Sequence
+from typing import Any, Self
+from weakref import WeakKeyDictionary
+
+from megarl.engine.engine_protocol import (
+    NOT_RECORDED,
+    EngineClient,
+    Generation,
+    RecordedPrefix,
+    RequestFailed,
+    TokenCallback,
+)
+from megarl.engine.external_engines import ExternalEngine, ExternalEngines
+from megarl.engine.external_wire import Wire, WireError
+from megarl.types import Ids, Image
+
+_RETRY_S = 0.1
+"""Seconds between repeated requests to stop: one may have been on its way."""
+
+
+class _Lost(RuntimeError):
+    """The external engine cannot answer; another one has to."""
+
+
+class _Connection:
+    """A connection for requests to one external engine, for one session."""
+
+    def __init__(self, engine: ExternalEngine, timeout: float, hang_timeout: float) -> None:
+        self._engine, self.token = engine, engine.token
+        self._timeout, self._hang_timeout = timeout, hang_timeout
+        self._numbers = itertools.count()
+        self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._wire: Wire | None = None
+        self._problem = ""
+        self._reader = asyncio.create_task(self._run())
+        self._is_open = asyncio.Event()
+
+    async def generate(self, request: dict[str, Any]) -> Generation:
+        """Return the response to a request. Raises RequestFailed, and _Lost if another engine has to answer it."""
+        await self._is_open.wait()
+        number = next(self._numbers)
+        if self._problem or self._wire is None:
+            raise _Lost(self._problem)
+        answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        try:
+            await self._wire.send_async({"do": "generate", "number": number, **request})
+            message = await answer
+        except WireError as error:
+            raise _Lost(str(error)) from None
+        except asyncio.CancelledError:
+            with contextlib.suppress(WireError):
+                await self._wire.send_async({"do": "cancel", "number": number})
+            raise
+        finally:
+            self._answers.pop(number, None)
+        if "lost" in message:
+            raise _Lost(message["lost"])
+        if "failed" in message:
+            raise RequestFailed(message["failed"])
+        generation: Generation = message["generation"]
+        return generation
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._answers)
+
+    async def stop(self) -> None:
+        """Abort the running requests; each returns what it has generated."""
+        if self._wire is not None and self._answers:
+            with contextlib.suppress(WireError):
+                await self._wire.send_async({"do": "stop", "number": -1})
+
+    async def close(self) -> None:
+        self._reader.cancel()
+        await asyncio.wait([self._reader])
+
+    async def _run(self) -> None:
+        """Connect, and receive until the connection ends. Nothing, not even a sign of life, for too long ends it."""
+        try:
+            self._wire = await asyncio.to_thread(self._connect)
+            await self._wire.open_streams()
+            self._is_open.set()
+            while True:
+                async with asyncio.timeout(self._hang_timeout):
+                    message = await self._wire.receive_async()
+                answer = self._answers.get(message.get("number", -1))
+                if answer is not None and not answer.done():
+                    answer.set_result(message)
+        except TimeoutError:
+            self._problem = f"no sign of life for {self._hang_timeout:g} s"
+        except WireError as error:
+            self._problem = str(error)
+        finally:
+            self._problem = self._problem or "the connection is closed"
+            self._is_open.set()
+            for answer in self._answers.values():
+                if not answer.done():
+                    answer.set_result({"lost": self._problem})
+            if self._wire is not None:
+                self._wire.close()
+                self._wire.close_streams()
+
+    def _connect(self) -> Wire:
+        wire = Wire.connect(self._engine.address)
+        wire.send({"kind": "requests", "token": self.token, "timeout": self._timeout})
+        if error := wire.receive().get("error"):
+            wire.close()
+            raise WireError(error)
+        return wire
+
+
+class SharedClient:
+    """An `EngineClient` of the run's own engine `own` that sends part of the requests to external engines.
+
+    Each conversation stays with one engine, whose prefix cache it uses, as long as that may generate. A request that an
+    external engine loses is sent again, to another one or to `own`. What concerns more than one request, such as
+    `num_pending`, is that of `own`; errors that end a generation, too.
+
+    timeout: seconds per request. hang_timeout: seconds without a sign of life.
+    """
+
+    def __init__(self, own: EngineClient, external: ExternalEngines, timeout: float, hang_timeout: float) -> None:
+        self._own, self._external, self._timeout, self._hang_timeout = own, external, timeout, hang_timeout
+        self._num_own = 0
+        self._connections: dict[str, _Connection] = {}
+        """By token."""
+        self._assigned: WeakKeyDictionary[Any, ExternalEngine | None] = WeakKeyDictionary()
+        """The engine of each conversation; None for the run's own."""
+
+    async def __aenter__(self) -> Self:
+        await self._own.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        for connection in self._connections.values():
+            await connection.close()
+        await self._own.__aexit__(*error)
+
+    @property
+    def weight_version(self) -> int | None:
+        return self._own.weight_version
+
+    @weight_version.setter
+    def weight_version(self, version: int | None) -> None:
+        self._own.weight_version = version
+
+    @property
+    def should_request_masks(self) -> bool:
+        return self._own.should_request_masks
+
+    @should_request_masks.setter
+    def should_request_masks(self, value: bool) -> None:
+        self._own.should_request_masks = value
+
+    @property
+    def num_pending(self) -> int:
+        """Responses in flight of `own`."""
+        return self._own.num_pending
+
+    @num_pending.setter
+    def num_pending(self, value: int) -> None:
+        self._own.num_pending = value
+
+    @property
+    def last_response_time(self) -> float:
+        return self._own.last_response_time
+
+    @last_response_time.setter
+    def last_response_time(self, value: float) -> None:
+        self._own.last_response_time = value
+
+    async def is_alive(self, seconds: float) -> bool:
+        return await self._own.is_alive(seconds)
+
+    async def parse_tool_calls(
+        self, text: str, tools: Sequence[dict[str, Any]], parser: str
+    ) -> tuple[str, list[Any]] | None:
+        return await self._own.parse_tool_calls(text, tools, parser)
+
+    async def stop(self) -> None:
+        await asyncio.gather(self._own.stop(), self.stop_external())
+
+    async def stop_external(self, wait: bool = False) -> None:
+        """Abort the requests of external engines; each returns what it has generated. wait: until all have."""
+        connections = list(self._connections.values())
+        await asyncio.gather(*(connection.stop() for connection in connections))
+        while wait and any(connection.num_pending for connection in connections):
+            await asyncio.sleep(_RETRY_S)
+            await asyncio.gather(*(connection.stop() for connection in connections))
+
+    async def generate(
+        self,
+        ids: Ids | Sequence[int],
+        params: dict[str, Any],
+        recorded: RecordedPrefix = NOT_RECORDED,
+        on_tokens: TokenCallback | None = None,
+        *,
+        images: Sequence[Image] = (),
+        conversation: object = None,
+    ) -> Generation:
+        """As `Policy.generate`; an external engine passes all tokens to `on_tokens` at once.
+
+        conversation: identifies the conversation, which stays with one engine.
+        """
+        version, first = self.weight_version, True
+        while True:
+            usable = self._external.usable(version)
+            engine = self._assigned.get(conversation) if conversation is not None else None
+            is_assigned = conversation is not None and conversation in self._assigned
+            if not is_assigned or (engine is not None and engine not in usable):
+                least = min((other.pending for other in usable), default=self._num_own + 1)
+                engine = next((other for other in usable if other.pending == least and least < self._num_own), None)
+                if is_assigned:  # the record must be of one engine: others may round to other experts
+                    recorded = NOT_RECORDED
+                if conversation is not None:
+                    self._assigned[conversation] = engine
+            self._external.num_repeated += not first
+            if engine is None:
+                options: dict[str, Any] = {"images": images} if images else {}
+                self._num_own += 1
+                try:
+                    generation = await self._own.generate(ids, params, recorded, on_tokens, **options)
+                    self._external.num_responses += 1
+                    return generation
+                finally:
+                    self._num_own -= 1
+            request: dict[str, Any] = {"ids": ids, "params": params, "recorded": recorded, "images": tuple(images)}
+            request |= {"version": version, "masks": self.should_request_masks}
+            engine.pending += 1
+            try:
+                generation = await self._connect(engine).generate(request)
+            except _Lost as lost:
+                engine.drop(str(lost))
+                first = False
+                continue
+            finally:
+                engine.pending -= 1
+            self._external.num_responses += 1
+            self._external.num_external += 1
+            if on_tokens is not None and len(generation.token_ids):
+                on_tokens(generation.token_ids)
+            return generation
+
+    def _connect(self, engine: ExternalEngine) -> _Connection:
+        connection = self._connections.get(engine.token)
+        if connection is None:
+            connection = _Connection(engine, self._timeout, self._hang_timeout)
+            self._connections[engine.token] = connection
+        return connection

@@ -1,0 +1,229 @@
+"""The run's end of engines that were started outside of the job: their weights, and who may be asked.
+
+Each of a run's own engines feeds the external engines that are assigned to it: each of its ranks sends what the weight
+sync passes on to its own engine process also to the same rank of those. The lead shares its requests with them
+(`external_client.py`). An external engine that cannot be reached, fails or dies costs nothing but its help: its
+requests are repeated elsewhere, and every weight sync tries to connect to it again.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megarl.config import Config
+from megarl.engine.engine_protocol import GatherPayloads
+from megarl.engine.external_server import describe_engine, find_difference
+from megarl.engine.external_wire import Wire, WireError
+from megarl.parallel import device
+
+_MAX_THREADS = 32
+
+
+@dataclass
+class ExternalEngine:
+    """One external engine, as one rank of the run's engine knows it."""
+
+    address: str
+    token: str = ""
+    """Of the session, the same on all ranks."""
+    wire: Wire | None = None
+    """Connection for weights; None if there is no session."""
+    version: int | None = None
+    """Version of the weights that it has, on the lead; None if it must not generate."""
+    is_syncing: bool = False
+    problem: str = ""
+    """Why it was given up."""
+    pending: int = 0
+    """Responses that it owes, on the lead."""
+
+    def call(self, order: dict[str, Any], data: torch.Tensor | None = None) -> None:
+        """Send an order for weights and wait for its answer. Raises WireError."""
+        wire = self.wire
+        if wire is None:  # its requests have failed meanwhile
+            raise WireError(self.problem)
+        wire.send(order, data)
+        if errors := wire.receive()["errors"]:
+            raise WireError(errors[0])
+
+    def drop(self, problem: str) -> None:
+        """Give it up until the next weight sync."""
+        self.problem = self.problem or problem
+        self.version, self.is_syncing = None, False
+        wire, self.wire = self.wire, None
+        if wire is not None:
+            wire.close()
+
+
+class ExternalEngines:
+    """The external engines assigned to the engine of this rank. One object on each of its ranks.
+
+    engine_index, num_engines: which of the run's engines this is. gather: over the ranks of this engine, in whose order
+    they lead the ranks of the external ones. Methods are collective over these ranks, except those that say otherwise.
+    """
+
+    def __init__(
+        self, config: Config, engine_index: int, num_engines: int, position: int, gather: GatherPayloads
+    ) -> None:
+        self._index, self._num_engines, self._position, self._gather = engine_index, num_engines, position, gather
+        self._timeout = config.rollout.hang_timeout
+        self._facts = describe_engine(config) if config.rollout.external else {}
+        self._config = config
+        self._engines: dict[str, ExternalEngine] = {}
+        self._threads = ThreadPoolExecutor(_MAX_THREADS, "external engines")
+        self._writes: list[Future[None]] = []
+        self.num_responses = self.num_external = self.num_repeated = 0
+        """On the lead: responses of all engines and of external ones, and requests that were repeated because an
+        external engine was lost."""
+        self._reported: dict[str, str] = {}
+
+    def set_addresses(self, addresses: Sequence[str]) -> None:
+        """Use the engines at these addresses, as far as they are assigned to this rank's. Not collective."""
+        assigned = addresses[self._index :: self._num_engines]
+        if assigned and not self._facts:
+            self._facts = describe_engine(self._config)
+        engines = self._engines
+        # A new mapping, since the generation thread may be reading the old one.
+        self._engines = {address: engines.get(address) or ExternalEngine(address) for address in assigned}
+        for address in engines.keys() - self._engines.keys():
+            engines[address].drop("it was removed")
+            self._reported.pop(address, None)
+
+    def usable(self, version: int | None) -> list[ExternalEngine]:
+        """Return the engines with the weights of this version. On the lead; not collective."""
+        return [engine for engine in self._engines.values() if version is not None and engine.version == version]
+
+    @property
+    def num_usable(self) -> int:
+        """Number of engines that may generate. On the lead; not collective."""
+        return sum(engine.version is not None for engine in self._engines.values())
+
+    def pop_changes(self) -> list[str]:
+        """Return a line for each engine that has come or gone since the last call. On the lead; not collective."""
+        lines = []
+        for address, engine in self._engines.items():
+            state = engine.problem or ("" if engine.version is None else "ready")
+            if state and state != self._reported.get(address):
+                text = "generates for this run" if state == "ready" else f"is not used: {state}"
+                lines.append(f"external engine {address} {text}")
+                self._reported[address] = state
+        return lines
+
+    def connect(self) -> bool:
+        """Connect to those without a session, before a weight sync; return whether a new session began."""
+        if not self._engines:
+            return False
+        self._map(lambda engine: engine.call({"do": "ping"}), [e for e in self._engines.values() if e.wire])
+        self._agree(list(self._engines.values()))
+        missing = [engine for engine in self._engines.values() if engine.wire is None]
+        token = secrets.token_hex(16)
+        tokens = {engine.address: f"{token} {engine.address}" for engine in missing}
+        tokens = json.loads(self._gather(json.dumps(tokens))[0])
+        for engine in missing:
+            engine.token, engine.problem = tokens[engine.address], ""
+        self._map(self._open, missing)
+        self._agree(missing)
+        return any(engine.wire is not None for engine in missing)
+
+    def _open(self, engine: ExternalEngine) -> None:
+        engine.wire = Wire.connect(engine.address)
+        engine.wire.send({"kind": "weights", "token": engine.token, "rank": self._position})
+        engine.wire.set_timeout(self._timeout)
+        answer = engine.wire.receive()
+        if problem := answer.get("error") or find_difference(self._facts, answer["engine"]):
+            raise WireError(problem)
+
+    def begin(self, size: int) -> None:
+        """Begin a weight sync with buffers of `size` bytes."""
+        connected = [engine for engine in self._engines.values() if engine.wire is not None]
+        for engine in connected:
+            engine.version, engine.is_syncing = None, True
+        self._map(lambda engine: engine.call({"do": "begin", "bytes": size}), connected)
+        self._agree(connected)
+
+    def write(self, buffer: torch.Tensor, order: dict[str, Any], draft: bool) -> None:
+        """Send a write order and its data, without waiting: call `wait` before the buffer changes. Not collective."""
+        self.wait()
+        syncing = self._syncing
+        if order["do"] != "write" or not syncing:
+            return
+        device.synchronize(buffer)
+        data = buffer[: _num_bytes(order)].cpu()
+        message = {"do": "write", "order": {**order, "bucket": 0}, "draft": draft, "bytes": len(data)}
+        self._writes = [
+            self._threads.submit(self._try, lambda engine: engine.call(message, data), engine) for engine in syncing
+        ]
+
+    def wait(self) -> None:
+        """Wait for the last order. Not collective."""
+        for write in self._writes:
+            write.result()
+        self._writes = []
+
+    def finish(self) -> None:
+        """Have the engines finish their weights, once everything is sent."""
+        self.wait()
+        syncing = self._syncing
+        self._agree(syncing)  # an engine that one rank has lost would wait for it
+        self._map(lambda engine: engine.call({"do": "finish"}), self._syncing)
+        self._agree(syncing)
+
+    def commit(self, version: int | None) -> None:
+        """End the weight sync: the engines have this version now, or with None no usable weights."""
+
+        def work(engine: ExternalEngine) -> None:
+            engine.call({"do": "commit", "version": version})
+            engine.version = version
+
+        self.wait()
+        syncing = self._syncing
+        if version is None:
+            for engine in syncing:
+                engine.drop("the weight sync failed")
+        elif self._position == 0:
+            self._map(work, syncing)
+        for engine in syncing:
+            engine.is_syncing = False
+
+    def close(self) -> None:
+        """Hang up. Not collective."""
+        for engine in self._engines.values():
+            engine.drop("the run has ended")
+        self._threads.shutdown()
+
+    @property
+    def _syncing(self) -> list[ExternalEngine]:
+        return [engine for engine in self._engines.values() if engine.is_syncing]
+
+    def _agree(self, engines: Sequence[ExternalEngine]) -> None:
+        """Drop the engines that any rank has dropped."""
+        local = {engine.address: engine.problem for engine in engines if engine.wire is None}
+        for text in self._gather(json.dumps(local)):
+            for address, problem in json.loads(text).items():
+                self._engines[address].drop(problem or "its connection is gone")
+
+    def _map(self, work: Callable[[ExternalEngine], None], engines: Sequence[ExternalEngine]) -> None:
+        """Apply `work` to all engines at once, and drop those that fail."""
+        list(self._threads.map(lambda engine: self._try(work, engine), engines))
+
+    def _try(self, work: Callable[[ExternalEngine], None], engine: ExternalEngine) -> None:
+        try:
+            work(engine)
+        except WireError as error:
+            engine.drop(str(error))
+
+
+def _num_bytes(order: dict[str, Any]) -> int:
+    """Return how many bytes of its buffer a write order refers to."""
+    sizes = {name: getattr(torch, dtype).itemsize for name, dtype in order["tensor_dtype"].items()}
+    ends = [
+        max(offset + (r1 - r0) * (c1 - c0) * sizes[name], hash_offset + 8)
+        for name, _, r0, r1, c0, c1, offset, hash_offset in order["slices"]
+    ]
+    return max(ends, default=0)

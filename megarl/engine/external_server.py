@@ -1,0 +1,381 @@
+"""An engine outside of a job: it generates for a run that connects to it, with the weights that the run sends.
+
+`ExternalServer` starts the engine on this machine, like a rank would, and is the only one that listens on the network.
+A run opens a session of several connections (`external_wire.py`), which one token ties together:
+
+- one for the weights of each of the engine's ranks, from a rank of the run whose own engine has the same slices. Its
+  orders are those of `weight_loader.py`, so the same loader writes and hashes the same bytes.
+- any number for requests, from the lead of that engine: the calls of an `EngineClient`.
+
+A session ends with any of its connections for weights. The engine then waits for the next one, with whatever weights it
+has, and answers no request before it has received weights again. It serves one session at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl.config import Config, ConfigError, ParallelConfig
+from megarl.engine.engine_backends import engine_backend
+from megarl.engine.engine_protocol import EngineClient, EngineError, EngineLost, RequestFailed
+from megarl.engine.engine_restart import watch
+from megarl.engine.external_wire import Wire, WireError, parse_address
+from megarl.engine.weight_sender import WeightSender
+from megarl.models.registry import load_hf_config
+from megarl.models.routing import routing_shape
+from megarl.models.sparse_indices import index_shape
+from megarl.parallel import device
+from megarl.parallel.rendezvous import check_private, open_listener
+
+HEARTBEAT_S = 2.0
+"""Seconds between signs of life to whoever waits for responses."""
+_SESSION_END_S = 10.0
+"""Seconds that a new session waits for the end of the last one, whose connections may just have broken."""
+
+
+def describe_engine(config: Config) -> dict[str, Any]:
+    """Return what a run and its external engines must have in common, by key."""
+    rollout, train = config.rollout, config.train
+    hf = json.dumps(load_hf_config(config.model.path), sort_keys=True)
+    values: dict[str, Any] = {"config.json of model.path": hashlib.blake2b(hf.encode(), digest_size=16).hexdigest()}
+    values |= {"model.dtype": config.model.dtype}
+    values |= {"train.routing_replay": train.routing_replay, "train.sparse_index_replay": train.sparse_index_replay}
+    names = ("engine", "tp", "ep", "sglang", "vllm", "num_speculative_tokens", "max_context", "top_p", "top_k", "min_p")
+    return values | {f"rollout.{name}": getattr(rollout, name) for name in names}
+
+
+def find_difference(run: dict[str, Any], external: dict[str, Any]) -> str:
+    """Return the first key of `describe_engine` that differs, with both values; empty if none does."""
+    for key in run:
+        if run[key] != external.get(key):
+            return f"its {key} is {external.get(key)}, and that of the run {run[key]}"
+    return ""
+
+
+class _Session:
+    """The connections of a run, and the collective of the threads that serve those for weights."""
+
+    def __init__(self, token: str, num_ranks: int) -> None:
+        self.token, self.num_weight_wires = token, 0
+        self.is_over = threading.Event()
+        self.version: int | None = None
+        """Version of the weights that this session has sent last; None before, and during a weight sync."""
+        self.is_updating = False
+        self._barrier = threading.Barrier(num_ranks)
+        self._payloads = [""] * num_ranks
+        self._wires: list[Wire] = []
+        self._lock = threading.Lock()
+
+    def gather(self, rank: int, payload: str) -> list[str]:
+        """Gather a payload over the ranks, see `engine_protocol.GatherPayloads`. Raises WireError if one is gone."""
+        try:
+            self._payloads[rank] = payload
+            self._barrier.wait()
+            payloads = list(self._payloads)
+            self._barrier.wait()
+        except threading.BrokenBarrierError:
+            raise WireError("a connection of the session is gone") from None
+        return payloads
+
+    def add(self, wire: Wire) -> None:
+        with self._lock:
+            self._wires.append(wire)
+            if self.is_over.is_set():
+                wire.close()
+
+    def end(self) -> None:
+        """Close all connections; whoever serves one then stops."""
+        self.is_over.set()
+        self._barrier.abort()
+        with self._lock:
+            for wire in self._wires:
+                wire.close()
+
+
+class ExternalServer:
+    """Starts an engine, and serves one run after the other at HOST:PORT.
+
+    config: that of the run; its `parallel` and `placement` do not matter. folder: for logs. threads: as for
+    `EngineBackend.make_engine`.
+    """
+
+    def __init__(self, config: Config, address: str, folder: Path, threads: int = 0) -> None:
+        host, port = parse_address(address)
+        check_private("--listen", host)
+        listener = open_listener(host, port)
+        if listener is None:
+            raise ConfigError(f"--listen {address} cannot be opened: name a free port of an address of this machine")
+        self._listener, self.address = listener, address
+        self._facts = describe_engine(config)
+        tp = config.rollout.tp
+        parallel = ParallelConfig(world_size=tp, ranks_per_node=tp)
+        run = dataclasses.replace(config.run, dir=str(folder))
+        self._config = config = dataclasses.replace(config, parallel=parallel, placement={}, run=run)
+        hf = load_hf_config(config.model.path)
+        self._routing = routing_shape(hf, config.model.megatron) if config.train.routing_replay else None
+        self._indices = index_shape(hf, config)
+        self._backend = engine_backend(config)
+        self._has_draft = self._backend.layout(hf, config).draft
+        self._engine = self._backend.make_engine(config, port, label="external engine", threads=threads)
+        self._session: _Session | None = None
+        self._lock = threading.Lock()
+        self._loop = asyncio.new_event_loop()
+
+    def run(self, on_ready: Callable[[], None] = lambda: None) -> None:
+        """Serve until the engine is lost. Raises EngineError.
+
+        on_ready: called once the engine has started.
+        """
+        self._engine.start()
+        self._engine.wait_ready()
+        threading.Thread(target=self._loop.run_forever, name="requests", daemon=True).start()
+        threading.Thread(target=self._accept, name="accept", daemon=True).start()
+        on_ready()
+        try:
+            while True:
+                time.sleep(1.0)
+                self._engine.check_running()
+        finally:
+            self._engine.shutdown()
+
+    def _accept(self) -> None:
+        while True:
+            connection, _ = self._listener.accept()
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: Any) -> None:
+        """Serve one connection; a broken one concerns nobody else."""
+        try:
+            wire = Wire(connection, is_server=True)
+        except WireError:
+            connection.close()
+            return
+        try:
+            hello = wire.receive()
+            if hello["kind"] == "status":
+                wire.send({"status": self._status()})
+                return
+            session = self._join(hello)
+            wire.send({"error": "it serves another run"} if session is None else {"engine": self._facts})
+            if session is None:
+                return
+            session.add(wire)
+            wire.set_timeout(None)
+            if hello["kind"] == "weights":
+                self._serve_weights(wire, session, hello["rank"])
+            else:
+                requests = self._serve_requests(wire, session, hello["timeout"])
+                asyncio.run_coroutine_threadsafe(requests, self._loop).result()
+        except WireError as error:
+            print(f"a connection has ended: {error}", flush=True)
+        finally:
+            wire.close()
+
+    def _status(self) -> str:
+        """Return in words what the engine does."""
+        session = self._session
+        if session is None or session.is_over.is_set():
+            return "waits for a run"
+        return "receives weights" if session.version is None else f"has the weights of version {session.version}"
+
+    def _join(self, hello: dict[str, Any]) -> _Session | None:
+        """Return the session with this token, which a connection for weights may begin; None if it cannot be joined."""
+        deadline = time.monotonic() + _SESSION_END_S
+        while True:
+            with self._lock:
+                current = self._session
+                if current is not None and current.token == hello["token"] and not current.is_over.is_set():
+                    return current
+                if hello["kind"] != "weights":
+                    return None
+                if current is None or (current.is_over.is_set() and not current.num_weight_wires):
+                    self._session = _Session(hello["token"], self._config.rollout.tp)
+                    return self._session
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(0.05)
+
+    # --- weights
+
+    def _serve_weights(self, wire: Wire, session: _Session, rank: int) -> None:
+        """Serve the weights of one of the engine's ranks until its connection ends, which ends the session."""
+        with self._lock:
+            session.num_weight_wires += 1
+        sync = _WeightSync(self, session, rank)
+        try:
+            while True:
+                order = wire.receive()
+                wire.send(sync.execute(order, wire))
+        finally:
+            session.end()
+            sync.abandon()
+            with self._lock:
+                session.num_weight_wires -= 1
+                is_last = not session.num_weight_wires
+            if is_last:
+                self._reset(session)
+
+    def _reset(self, session: _Session) -> None:
+        """Leave nothing of a session in the engine."""
+        try:
+            if session.is_updating:
+                self._engine.end_update(None)
+            self._engine.abort_requests()
+        except EngineError as error:
+            print(f"the engine cannot be used any more: {error}", flush=True)
+            self._engine.shutdown()
+            os._exit(1)
+
+    # --- requests
+
+    async def _serve_requests(self, wire: Wire, session: _Session, timeout: float) -> None:
+        await wire.open_streams()
+        tasks: dict[int, asyncio.Task[None]] = {}
+        async with self._engine.connect(timeout, self._routing, self._indices) as client:
+            watcher = asyncio.create_task(self._watch(client))
+            heart = asyncio.create_task(_beat(wire))
+            try:
+                while True:
+                    message = await wire.receive_async()
+                    number = message["number"]
+                    if message["do"] == "generate":
+                        answering = self._answer(wire, session, client, message)
+                        tasks[number] = asyncio.create_task(answering)
+                        tasks[number].add_done_callback(partial(_forget, tasks, number))
+                    elif message["do"] == "cancel" and number in tasks:
+                        tasks[number].cancel()
+                    elif message["do"] == "stop":
+                        await client.stop()
+            finally:
+                running = [*tasks.values(), watcher, heart]
+                for task in running:
+                    task.cancel()
+                await asyncio.gather(*running, return_exceptions=True)
+                wire.close_streams()
+
+    async def _watch(self, client: EngineClient) -> None:
+        try:
+            await watch(self._engine, client, self._config.rollout.hang_timeout, self._engine.start_number)
+        except EngineLost as error:
+            print(f"the engine is lost: {error}", flush=True)
+            self._engine.shutdown()
+            os._exit(1)
+
+    async def _answer(self, wire: Wire, session: _Session, client: EngineClient, message: dict[str, Any]) -> None:
+        answer: dict[str, Any] = {"number": message["number"]}
+        if session.version != message["version"]:
+            answer["lost"] = f"it has weights of version {session.version}, not {message['version']}"
+        else:
+            client.weight_version, client.should_request_masks = message["version"], message["masks"]
+            images = {"images": message["images"]} if message["images"] else {}
+            try:
+                answer["generation"] = await client.generate(
+                    message["ids"], message["params"], message["recorded"], **images
+                )
+            except RequestFailed as failure:
+                answer["failed"] = str(failure)
+            except RuntimeError as error:
+                answer["lost"] = str(error)
+        with contextlib.suppress(WireError):
+            await wire.send_async(answer)
+
+
+def _forget(tasks: dict[int, asyncio.Task[None]], number: int, task: asyncio.Task[None]) -> None:
+    tasks.pop(number, None)
+
+
+async def _beat(wire: Wire) -> None:
+    with contextlib.suppress(WireError):
+        while True:
+            await wire.send_async({"alive": True})
+            await asyncio.sleep(HEARTBEAT_S)
+
+
+class _WeightSync:
+    """One engine rank's side of the weight syncs of a session. Its orders, each answered by {"errors": [text]}:
+
+    {"do": "ping"}: nothing.
+    {"do": "begin", "bytes": n}: opens a weight sync with a bucket of n bytes.
+    {"do": "write", "order": order, "draft": bool, "bytes": n}, and n bytes: an order of `weight_loader.py`.
+    {"do": "finish"}: everything is written.
+    {"do": "commit", "version": v}, to the first rank alone, after all have finished: the engine now has this version;
+    with None the sync has failed.
+    """
+
+    def __init__(self, server: ExternalServer, session: _Session, rank: int) -> None:
+        self._engine, self._has_draft = server._engine, server._has_draft
+        self._backend, self._timeout = server._backend, server._config.rollout.hang_timeout
+        self._session, self._rank = session, rank
+        self._sender: WeightSender | None = None
+        self._bucket = self._staging = torch.empty(0, dtype=torch.uint8)
+
+    def execute(self, order: dict[str, Any], wire: Wire) -> dict[str, list[str]]:
+        """Execute an order, whose data follow on the wire. Raises WireError."""
+        sender = self._sender
+        match order["do"]:
+            case "ping":
+                return {"errors": []}
+            case "begin":
+                return {"errors": self._begin(order["bytes"])}
+            case "commit":
+                return {"errors": self._commit(order["version"])}
+        if sender is None:
+            raise WireError(f"{order['do']} without a weight sync")
+        if order["do"] == "write":
+            size = order["bytes"]
+            wire.receive_data(self._staging[:size])
+            self._bucket[:size].copy_(self._staging[:size])
+            sender(self._bucket, order["order"], order["draft"])
+            sender.wait_pending()
+        elif order["do"] == "finish":
+            sender.close()
+            for draft in (False, True) if self._has_draft else (False,):
+                sender.send_order({"do": "finish"}, draft)
+        return {"errors": sender.errors}
+
+    def _begin(self, size: int) -> list[str]:
+        session, is_first = self._session, self._rank == 0
+        self._bucket = device.allocate_shared(size, self._rank)
+        self._staging = torch.empty(size, dtype=torch.uint8)
+        self._sender = WeightSender(
+            self._backend,
+            self._engine if is_first else None,
+            lambda payload: session.gather(self._rank, payload),
+            self._timeout,
+            self._rank,
+        )
+        if is_first:
+            session.version, session.is_updating = None, True
+            try:
+                self._engine.begin_update()
+            except EngineError as error:
+                self._sender.errors.append(str(error))
+        # A session has two buckets; here the network is slower than the engine, so that the second would save nothing.
+        self._sender.open([self._bucket, device.allocate_shared(8, self._rank)], self._has_draft)
+        return self._sender.errors
+
+    def _commit(self, version: int | None) -> list[str]:
+        try:
+            self._engine.end_update(version)
+        except EngineError as error:
+            return [str(error)]
+        self._session.version, self._session.is_updating = version, False
+        return []
+
+    def abandon(self) -> None:
+        """Let go of a weight sync that has not finished."""
+        if self._sender is not None:
+            self._sender.close_channel()

@@ -1,0 +1,318 @@
+"""Engines outside of a job: their server, both ends of their weight syncs, and requests that are shared and lost.
+
+The engine is a stub with two ranks in this process, whose loader is the real one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import dataclasses
+import json
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from small_configs import QWEN2
+
+from megarl.config import Config, from_dict
+from megarl.engine import external_server, weight_loader
+from megarl.engine.engine_protocol import NOT_RECORDED, Generation, RecordedPrefix, RequestFailed
+from megarl.engine.external_client import SharedClient
+from megarl.engine.external_engines import ExternalEngines
+from megarl.engine.external_server import ExternalServer
+from megarl.engine.sglang.sglang_backend import SGLangBackend
+from megarl.parallel import job_secret
+from megarl.types import as_token_ids
+from megarl.utils.addresses import free_port
+
+pytestmark = pytest.mark.alone
+RANKS = 2
+
+
+class StubClient:
+    """Answers each request with one token, `token`, once it may; a prompt of token 13 fails."""
+
+    def __init__(self, token: int) -> None:
+        self.token, self.weight_version, self.should_request_masks = token, None, True
+        self.num_pending, self.last_response_time = 0, 0.0
+        self.recorded: list[RecordedPrefix] = []
+        self.is_stopped = False
+        self.may_answer = threading.Event()
+        self.may_answer.set()
+
+    async def __aenter__(self) -> StubClient:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        return None
+
+    async def generate(self, ids: Any, params: Any, recorded: RecordedPrefix = NOT_RECORDED, *_: Any) -> Generation:
+        self.recorded.append(recorded)
+        if list(ids) == [13]:
+            raise RequestFailed("unlucky")
+        await asyncio.sleep(0.01)  # all requests of a test are there before the first one is answered
+        while not self.may_answer.is_set() and not self.is_stopped:
+            await asyncio.sleep(0.01)
+        reason: Any = "abort" if self.is_stopped else "length"
+        return Generation(as_token_ids([self.token]), torch.zeros(1).numpy(), reason, self.weight_version or 0)
+
+    async def stop(self) -> None:
+        self.is_stopped = True
+
+    async def is_alive(self, seconds: float) -> bool:
+        return True
+
+
+class StubEngine:
+    def __init__(self) -> None:
+        self.models = [torch.nn.Linear(2, 3, bias=False) for _ in range(RANKS)]
+        self.client, self.versions, self.start_number = StubClient(2), list[int | None](), 1
+        self.is_asleep = self.is_paused = False
+
+    def start(self) -> None: ...
+
+    def wait_ready(self) -> None: ...
+
+    def check_running(self, start_number: int = 0) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+    def abort_requests(self) -> None: ...
+
+    def begin_update(self) -> None: ...
+
+    def end_update(self, version: int | None) -> None:
+        self.versions.append(version)
+
+    def connect(self, *arguments: Any) -> StubClient:
+        return self.client
+
+    def call_loader(self, payloads: list[str], draft: bool = False, is_session: bool = False) -> None:
+        def work(model: torch.nn.Module, payload: str) -> None:
+            weight_loader.load(model, pickle.loads(base64.b64decode(payload)))
+
+        pairs = zip(self.models, payloads, strict=True)
+        threads = [threading.Thread(target=work, args=pair) for pair in pairs]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+
+class StubBackend(SGLangBackend):
+    def __init__(self) -> None:
+        self.engine = StubEngine()
+
+    def make_engine(self, *arguments: Any, **named: Any) -> StubEngine:  # type: ignore[override]
+        return self.engine
+
+    def layout(self, hf: Any, config: Config) -> Any:
+        return SimpleNamespace(draft=False)
+
+
+@dataclasses.dataclass
+class Served:
+    engine: StubEngine
+    address: str
+    config: Config
+
+
+@pytest.fixture
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Served:
+    """A server of a stub engine, which ends with this process."""
+    monkeypatch.setenv(job_secret.EXTERNAL_SECRET_ENV, "a secret of this test alone")
+    monkeypatch.setattr(external_server, "_SESSION_END_S", 0.5)
+    backend = StubBackend()
+    monkeypatch.setattr(external_server, "engine_backend", lambda config: backend)
+    (tmp_path / "config.json").write_text(json.dumps(QWEN2))
+    address = f"127.0.0.1:{free_port()}"
+    rollout = {"tp": RANKS, "external": [address], "hang_timeout": 20}
+    config = from_dict({"model": {"path": str(tmp_path)}, "rollout": rollout})
+    server, is_ready = ExternalServer(config, address, tmp_path), threading.Event()
+    threading.Thread(target=server.run, args=(is_ready.set,), daemon=True).start()
+    assert is_ready.wait(20)
+    return Served(backend.engine, address, config)
+
+
+class Run:
+    """The ranks of a run's engine, as threads."""
+
+    def __init__(self, config: Config) -> None:
+        self._barrier, self._payloads = threading.Barrier(RANKS), [""] * RANKS
+        self.ranks = [
+            ExternalEngines(config, 0, 1, rank, lambda payload, rank=rank: self._gather(rank, payload))
+            for rank in range(RANKS)
+        ]
+        for rank in self.ranks:
+            rank.set_addresses(config.rollout.external)
+
+    def _gather(self, rank: int, payload: str) -> list[str]:
+        self._payloads[rank] = payload
+        self._barrier.wait(20)
+        result = list(self._payloads)
+        self._barrier.wait(20)
+        return result
+
+    def on_all(self, work: Callable[[int, ExternalEngines], Any]) -> list[Any]:
+        results: list[Any] = [None] * RANKS
+
+        def run(number: int) -> None:
+            results[number] = work(number, self.ranks[number])
+
+        threads = [threading.Thread(target=run, args=(number,)) for number in range(RANKS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        return results
+
+    def sync(self, version: int) -> bool:
+        """Write [version, rank] into the first row of each rank's weight; return whether an engine has joined."""
+
+        def work(number: int, rank: ExternalEngines) -> bool:
+            has_joined = rank.connect()
+            rank.begin(64)
+            buffer = torch.zeros(64, dtype=torch.uint8)
+            buffer[:8] = torch.tensor([version, number], dtype=torch.float32).view(torch.uint8)
+            order: dict[str, Any] = {"do": "write", "version": version, "tensor_dtype": {"weight": "float32"}}
+            rank.write(buffer, order | {"slices": [["weight", -1, 0, 1, 0, 2, 0, -1]]}, False)
+            rank.wait()
+            rank.finish()
+            rank.commit(version)
+            return has_joined
+
+        return all(self.on_all(work))
+
+    def close(self) -> None:
+        self.on_all(lambda number, rank: rank.close())
+
+
+@pytest.fixture
+def run(served: Served) -> Iterator[Run]:
+    run = Run(served.config)
+    yield run
+    run.close()
+
+
+def test_weights_reach_each_rank_and_joining_is_reported_once(served: Served, run: Run) -> None:
+    assert run.sync(3) and not run.sync(4)
+    assert [model.weight[0].tolist() for model in served.engine.models] == [[4, 0], [4, 1]]
+    assert served.engine.versions == [3, 4]
+    lead = run.ranks[0]
+    assert [engine.address for engine in lead.usable(4)] == [served.address] and not lead.usable(3)
+    assert lead.pop_changes() == [f"external engine {served.address} generates for this run"]
+    assert lead.pop_changes() == []
+
+
+def test_an_engine_that_one_rank_loses_comes_back_with_the_next_weight_sync(served: Served, run: Run) -> None:
+    run.sync(1)
+    (engine,) = run.ranks[1]._engines.values()
+    engine.drop("its network is gone")
+    assert run.sync(2)
+    assert [model.weight[0].tolist() for model in served.engine.models] == [[2, 0], [2, 1]]
+    run.ranks[0].set_addresses([])
+    assert run.ranks[0].num_usable == 0
+
+
+def test_a_run_with_other_settings_gets_a_reason(served: Served) -> None:
+    other = dataclasses.replace(served.config, model=dataclasses.replace(served.config.model, dtype="float32"))
+    run = Run(other)
+    assert not run.sync(1)
+    reason = "its model.dtype is bfloat16, and that of the run float32"
+    assert run.ranks[0].pop_changes() == [f"external engine {served.address} is not used: {reason}"]
+    run.close()
+
+
+def test_it_serves_one_run_at_a_time(served: Served, run: Run) -> None:
+    assert run.sync(1)
+    second = Run(served.config)
+    assert not second.sync(1)
+    assert second.ranks[0].pop_changes() == [f"external engine {served.address} is not used: it serves another run"]
+    run.close()
+    assert second.sync(7)
+    second.close()
+
+
+def share(run: Run, work: Callable[[SharedClient, StubClient], Any]) -> Any:
+    """Run `work` with a client that shares requests between a stub of the run's own engine and the external one."""
+
+    async def main() -> Any:
+        own = StubClient(1)
+        async with SharedClient(own, run.ranks[0], 60, 20) as client:  # type: ignore[arg-type]
+            client.weight_version = 1
+            return await asyncio.wait_for(work(client, own), 60)
+
+    return asyncio.run(main())
+
+
+class Conversation:
+    """Identity of a conversation."""
+
+
+def test_requests_are_shared_and_conversations_stay(served: Served, run: Run) -> None:
+    run.sync(1)
+
+    async def work(client: SharedClient, own: StubClient) -> None:
+        conversations = [Conversation() for _ in range(6)]
+
+        async def tokens() -> list[int]:
+            answers = [client.generate([5], {}, conversation=conversation) for conversation in conversations]
+            return [int(answer.token_ids[0]) for answer in await asyncio.gather(*answers)]
+
+        first = await tokens()
+        assert sorted(first) == [1, 1, 1, 2, 2, 2] and first == await tokens()
+        received: list[int] = []
+        await client.generate([5], {}, on_tokens=received.extend, conversation=conversations[first.index(2)])
+        assert received == [2]
+        with pytest.raises(RequestFailed, match="unlucky"):
+            await client.generate([13], {}, conversation=conversations[first.index(2)])
+
+    share(run, work)
+    assert (run.ranks[0].num_external, run.ranks[0].num_repeated) == (7, 0)
+
+
+def test_a_lost_engine_costs_no_request_and_its_record_starts_over(served: Served, run: Run) -> None:
+    run.sync(1)
+    prefix = RecordedPrefix(4, 1)
+
+    async def work(client: SharedClient, own: StubClient) -> None:
+        served.engine.client.may_answer.clear()
+        conversations = [Conversation(), Conversation()]
+        answers = [
+            asyncio.create_task(client.generate([5], {}, prefix, conversation=conversation))
+            for conversation in conversations
+        ]
+        while not served.engine.client.recorded:
+            await asyncio.sleep(0.01)
+        (engine,) = run.ranks[1]._engines.values()
+        engine.drop("its network is gone")  # which ends the session of all ranks
+        assert [int(answer.token_ids[0]) for answer in await asyncio.gather(*answers)] == [1, 1]
+        assert own.recorded == [prefix, NOT_RECORDED]
+
+    share(run, work)
+    assert (run.ranks[0].num_external, run.ranks[0].num_repeated) == (0, 1)
+    assert "is not used: " in run.ranks[0].pop_changes()[0]
+    assert run.sync(2)
+
+
+def test_stopping_returns_what_there_is(served: Served, run: Run) -> None:
+    run.sync(1)
+
+    async def work(client: SharedClient, own: StubClient) -> None:
+        served.engine.client.may_answer.clear()
+        own.may_answer.clear()
+        answers = [asyncio.create_task(client.generate([5], {}, conversation=Conversation())) for _ in range(2)]
+        while not served.engine.client.recorded:
+            await asyncio.sleep(0.01)
+        await client.stop_external(wait=True)
+        assert not answers[0].done() and (await answers[1]).finish_reason == "abort"
+        own.may_answer.set()
+        assert (await answers[0]).finish_reason == "length"
+
+    share(run, work)

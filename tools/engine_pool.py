@@ -1,0 +1,139 @@
+"""Engines outside of a job: start one on any machine, and let a running job use it, or stop using it.
+
+    .venv/bin/python tools/engine_pool.py serve CONFIG [section.key=value ...] --listen HOST:PORT
+                                                                      [--out FOLDER] [--threads N]
+    .venv/bin/python tools/engine_pool.py add RUN HOST:PORT
+    .venv/bin/python tools/engine_pool.py remove RUN HOST:PORT
+    .venv/bin/python tools/engine_pool.py list RUN
+
+`serve` starts an engine with the model and the `rollout` settings of CONFIG, a configuration file or a run folder, on
+`rollout.tp` devices of this machine, and generates for whichever run connects to it. It must be the configuration of
+that run; keys after it override it, such as model.path=... for a copy on this machine. Both need the same secret: that
+of the user's home folder, or of MEGARL_ENGINE_SECRET. Logs go to FOLDER (default engines/HOST_PORT).
+
+`add` and `remove` change `rollout.external` in the control.yaml of a run folder, which the run reads at the start of
+each step: a new engine gets weights at the end of that step, and requests from the next one on. A run can also start
+with rollout.external=[HOST:PORT,...]; then they take part from step 2 on, or at once if the run resumes. An engine may
+be stopped and started again at any time. `list` shows the engines of a run, and what each one does.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from megarl.config import ConfigError, load_config, plain_yaml
+from megarl.config.command_line import Parser, int_in_range, run_cli
+from megarl.engine.external_wire import Wire, WireError, parse_address
+from megarl.observe.control import CONTROL_FILE
+from megarl.utils.text import write_atomically
+
+
+def parse_address_text(text: str) -> str:
+    try:
+        parse_address(text)
+    except ValueError as error:
+        raise ConfigError(f"{error}, such as 10.0.0.5:7000") from None
+    return text
+
+
+def find_config(path: Path) -> Path:
+    """Return the configuration file of a run folder, or `path` itself."""
+    return path / "config.yaml" if path.is_dir() else path
+
+
+def read_addresses(run: Path) -> tuple[str, ...]:
+    """Return the addresses in a run's control.yaml, or else those of its configuration."""
+    if not find_config(run).is_file() or not run.is_dir():
+        raise ConfigError(f"{run} is no run folder: it has no config.yaml")
+    tree = read_control(run)
+    addresses = tree.get("rollout", {}).get("external")
+    return load_config(find_config(run)).rollout.external if addresses is None else tuple(addresses)
+
+
+def read_control(run: Path) -> dict[str, dict[str, list[str]]]:
+    """Return the content of a run's control.yaml."""
+    file = run / CONTROL_FILE
+    tree = plain_yaml.read(file) if file.exists() else {}
+    if not isinstance(tree, dict | None) or not isinstance((tree or {}).get("rollout", {}), dict):
+        raise ConfigError(f"{file} is no mapping of sections; correct it")
+    return dict(tree or {})
+
+
+def write_addresses(run: Path, addresses: Sequence[str]) -> None:
+    """Set `rollout.external` in a run's control.yaml, and leave its other values."""
+    tree = read_control(run)
+    tree["rollout"] = {**tree.get("rollout", {}), "external": list(addresses)}
+    write_atomically(run / CONTROL_FILE, yaml.safe_dump(tree, sort_keys=False))
+
+
+def serve(options: Namespace) -> int:
+    from megarl.engine.external_server import ExternalServer
+
+    address = parse_address_text(options.listen)
+    config = load_config(find_config(options.config), options.overrides)
+    folder = options.out or Path("engines", address.replace(":", "_"))
+    server = ExternalServer(config, address, folder, options.threads)
+    print(f"the engine of {config.model.path} starts; its log is in {folder}/logs", flush=True)
+    server.run(lambda: print(f"ready at {address}", flush=True))
+    return 0
+
+
+def add(options: Namespace) -> int:
+    addresses = read_addresses(options.run)
+    if (address := parse_address_text(options.address)) in addresses:
+        raise ConfigError(f"{options.run} has {address} already")
+    write_addresses(options.run, (*addresses, address))
+    return 0
+
+
+def remove(options: Namespace) -> int:
+    addresses = read_addresses(options.run)
+    if options.address not in addresses:
+        raise ConfigError(f"{options.run} has no {options.address}, only {', '.join(addresses) or 'none'}")
+    write_addresses(options.run, [address for address in addresses if address != options.address])
+    return 0
+
+
+def list_engines(options: Namespace) -> int:
+    for address in read_addresses(options.run):
+        try:
+            wire = Wire.connect(address)
+            wire.send({"kind": "status"})
+            status = wire.receive()["status"]
+            wire.close()
+        except WireError as error:
+            status = str(error)
+        print(f"{address}: {status}")
+    return 0
+
+
+def main() -> int:
+    assert __doc__
+    parser = Parser(__doc__)
+    commands = parser.add_subparsers(dest="command", metavar="serve | add | remove | list")
+    command = commands.add_parser("serve", description=__doc__)
+    command.add_argument("config", type=Path)
+    command.add_argument("overrides", nargs="*", metavar="section.key=value")
+    command.add_argument("--listen", required=True, metavar="HOST:PORT")
+    command.add_argument("--out", type=Path)
+    command.add_argument("--threads", type=int_in_range(0, 4096), default=0)
+    command.set_defaults(work=serve)
+    for name, work in (("add", add), ("remove", remove), ("list", list_engines)):
+        command = commands.add_parser(name, description=__doc__)
+        command.add_argument("run", type=Path)
+        if name != "list":
+            command.add_argument("address", metavar="HOST:PORT")
+        command.set_defaults(work=work)
+    options = parser.parse_args()
+    if options.command is None:
+        parser.error("say what to do: serve, add, remove or list")
+    return int(options.work(options))
+
+
+if __name__ == "__main__":
+    sys.exit(run_cli(main))
