@@ -100,9 +100,12 @@ def test_trains_two_steps(request: pytest.FixtureRequest, folder: Path, tmp_path
     for row in rows:
         assert all(math.isfinite(value) for value in row.values() if isinstance(value, float))
         assert row["rollout/aborted_frac"] == 0
-        gaps = [row[name] for name in ("rollout/logprob_diff_p95", "rollout/logprob_diff_mean") if name in row]
-        assert max(gaps, default=0.0) < 1e-4, (run, row)
-        assert gaps or row.get("rollout/staleness_mean", 0) > 0, (run, row)  # with `wait` a whole step may be stale
+        if "rollout/logprob_diff_mean" not in row:
+            assert row["rollout/staleness_mean"] > 0, (run, row)  # with `wait` a whole step may be stale
+    gaps = [row["rollout/logprob_diff_mean"] for row in rows if "rollout/logprob_diff_mean" in row]
+    # Without replay a tie of two experts may fall either way, and changes what follows in its conversation.
+    assert max(gaps, default=0.0) < (1e-2 if run["routing"] == "own" else 1e-4), (run, rows)
+    assert min(gaps, default=0.0) < 1e-4, (run, rows)
     if is_replayed:
         settings += ["run.export=true"]
         assert_replays(
