@@ -248,8 +248,8 @@ def test_aborted_requests_keep_what_they_have(running: RunningEngine) -> None:
 
 
 def test_a_response_goes_on_after_a_pause_with_new_weights(running: RunningEngine, tmp_path: Path) -> None:
-    """Paused, no token comes; afterwards the response continues with its cache, and names both versions."""
-    engine, old = running.engine, running.engine.weight_version
+    """Paused, no token comes; afterwards the new weights continue with the keys and values of the old ones."""
+    engine, old, new = running.engine, running.engine.weight_version, qwen3_moe(seed=3)
 
     async def run() -> tuple[Generation, int]:
         async with connect(running) as client:
@@ -266,7 +266,7 @@ def test_a_response_goes_on_after_a_pause_with_new_weights(running: RunningEngin
             while count != len(tokens):  # events on their way
                 count = len(tokens)
                 await asyncio.sleep(1.0)
-            path = tiny_models.save(qwen3_moe(seed=3), tmp_path / "new")
+            path = tiny_models.save(new, tmp_path / "new")
             await asyncio.to_thread(overwrite_weights, engine, EngineLayout(2, ep=2), path, old + 1)
             client.weight_version = old + 1
             assert len(tokens) == count < 480
@@ -275,7 +275,15 @@ def test_a_response_goes_on_after_a_pause_with_new_weights(running: RunningEngin
 
     out, count = asyncio.run(run())
     assert out.finish_reason == "length" and len(out.token_ids) == 480 and out.weight_version == old
-    assert out.versions == ((old, count), (old + 1, 480 - count))
+    tokens, begin = torch.tensor([[5, 6, 7, *out.token_ids.tolist()]]), 3 + count - 1
+    with torch.no_grad():
+        cache = running.model(tokens[:, :begin], use_cache=True).past_key_values
+        continued = new(tokens[:, begin:-1], past_key_values=cache).logits[0].log_softmax(-1)
+        unchanged = running.model(tokens[:, :-1]).logits[0, begin:].log_softmax(-1)
+    sampled = torch.tensor(out.logprobs[count:])
+    gaps = [(logits.gather(1, tokens[0, begin + 1 :, None])[:, 0] - sampled).abs() for logits in (continued, unchanged)]
+    # The median, because a tie of experts may end otherwise.
+    assert float(gaps[0].median()) < 1e-4 and float(gaps[1].median()) > 1e-2, [float(gap.median()) for gap in gaps]
     overwrite_weights(engine, EngineLayout(2, ep=2), running.folder, old + 2)
     assert_matches_transformers(engine, running.model, old + 2)
 
@@ -285,7 +293,8 @@ def test_request_timeout_excludes_the_queue_and_pauses(vllm_host: HostProcess, t
     """With one slot the two long requests time out, but neither the short one that waits for both, nor one that is
     paused for longer than the limit."""
     settings: dict[str, Any] = {"request_timeout": 1.5, "vllm": {"max_num_seqs": 1}, "max_context": 4096}
-    with start_engine(vllm_host.path, tiny_models.qwen3(0), tmp_path, engine="vllm", **settings) as running:
+    model = tiny_models.qwen3(0, max_position_embeddings=4096)
+    with start_engine(vllm_host.path, model, tmp_path, engine="vllm", **settings) as running:
         engine = running.engine
 
         async def run() -> None:
