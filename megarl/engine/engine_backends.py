@@ -39,7 +39,7 @@ class EngineBackend(Protocol):
         ...
 
     def check_installed(self) -> None:
-        """Raise ConfigError if the engine is not installed."""
+        """Raise ConfigError if the engine is not installed, or cannot be on this machine."""
         ...
 
     def check_platform(self, config: Config) -> None:
