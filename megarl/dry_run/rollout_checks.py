@@ -99,7 +99,8 @@ def check_expert_balance(config: Config, declared: Requirements) -> None:
             )
         if rollout.external:
             raise ConfigError(
-                f"{key} with rollout.external: engines outside of the job keep their experts in order; set one of them"
+                f"{key} with rollout.external is not implemented: engines outside of the job keep their experts in "
+                "order; set one of them"
             )
         if not config.train.routing_replay:
             raise ConfigError(
@@ -119,8 +120,8 @@ def check_external(config: Config, declared: Requirements) -> None:
             )
         if rollout.external and rollout.sync_adapters_only and not rollout.replay:
             raise ConfigError(
-                f"{key} with rollout.sync_adapters_only: adapters are merged into weights that an engine has loaded, "
-                "of which nothing is known outside of the job; set the second to false"
+                f"{key} with rollout.sync_adapters_only is not implemented: adapters are merged into weights that an "
+                "engine has loaded, of which nothing is known outside of the job; set the second to false"
             )
         if rollout.external and not rollout.replay:
             job_secret.external_key()

@@ -137,7 +137,7 @@ class ExternalEngines:
         if not self._engines:
             return False
         self._map(lambda engine: engine.call({"do": "ping"}), [e for e in self._engines.values() if e.wire])
-        self._agree(list(self._engines.values()))
+        self._agree([engine for engine in self._engines.values() if engine.token])
         engines = self._engines.values()
         addresses = [e.address for e in engines if e.wire is None and e.retry_at <= self._num_connects]
         token = secrets.token_hex(16)
@@ -147,6 +147,8 @@ class ExternalEngines:
         if not tokens:
             return False
         missing = [self._engines[address] for address in tokens]
+        if self._position == 0:
+            self._changes = self.pop_changes()  # also of those that come back at once
         for engine in missing:
             engine.drop("it starts over")
             engine.token, engine.problem = tokens[engine.address], ""

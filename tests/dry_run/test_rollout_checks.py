@@ -159,7 +159,9 @@ def test_external_engines_need_a_trainer() -> None:
 
 def test_external_engines_get_whole_weights() -> None:
     config = make_config(external=["10.0.0.5:7000"], sync_adapters_only=True)
-    with pytest.raises(ConfigError, match="rollout.external with rollout.sync_adapters_only: .* set the second"):
+    with pytest.raises(
+        ConfigError, match="rollout.external with rollout.sync_adapters_only is not implemented: .* set the second"
+    ):
         check_external(config, load_requirements(config))
 
 

@@ -214,9 +214,13 @@ def test_weights_reach_each_rank_and_joining_is_reported_once(served: Served, ru
 
 def test_an_engine_that_one_rank_loses_comes_back_with_the_next_weight_sync(served: Served, run: Run) -> None:
     run.sync(1)
+    run.ranks[0].pop_changes()
     (engine,) = run.ranks[1]._engines.values()
     engine.drop("its network is gone")
     assert run.sync(2)
+    lost, back = run.ranks[0].pop_changes()
+    assert lost.startswith(f"external engine {served.address} is not used: ")
+    assert back == f"external engine {served.address} generates for this run"
     assert [model.weight[0].tolist() for model in served.engine.models] == [[2, 0], [2, 1]]
     run.ranks[0].set_addresses([])
     assert run.ranks[0].num_usable == 0
@@ -368,7 +372,7 @@ def test_a_request_that_fails_unexpectedly_is_repeated(
         monkeypatch.setattr(served.engine.client, "generate", generate)
         share(run, work)
     reasons = [line for line in run.ranks[0].pop_changes() if "is not used" in line]
-    assert len(reasons) == 1 and "EncodingError" in reasons[0], reasons
+    assert len(reasons) == 2 and "KeyError" in reasons[0] and "EncodingError" in reasons[1], reasons
     assert run.ranks[0].num_repeated == 2
 
 
