@@ -68,6 +68,11 @@ class _Connection:
         generation: Generation = message["generation"]
         return generation
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether it is still connecting, or has open requests."""
+        return bool(self._answers) or not self._is_open.is_set()
+
     async def stop(self) -> None:
         """Abort the running requests; each returns what it has generated."""
         if self._wire is not None and self._answers:
@@ -200,7 +205,8 @@ class SharedClient:
                 await self._stop_connections()
             else:
                 problem = f"requests have not stopped for {self._hang_timeout:g} s"
-                await asyncio.gather(*(connection.close(problem) for connection in self._connections.values()))
+                busy = [connection for connection in self._connections.values() if connection.is_busy]
+                await asyncio.gather(*(connection.close(problem) for connection in busy))
 
     async def _stop_connections(self) -> None:
         await asyncio.gather(*(connection.stop() for connection in self._connections.values()))
