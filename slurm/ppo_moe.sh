@@ -38,7 +38,9 @@ export MEGARL_LEAVE_OUT=$PWD/.leave-out-$SLURM_JOB_ID MEGARL_STATUS=$PWD/.status
 rm -f "$MEGARL_LEAVE_OUT" "$MEGARL_STATUS"
 spares=${MEGARL_SPARES:-0} count=${SLURM_RESTART_COUNT:-0} check=()
 case $spares in *[!0-9]*) echo "error: MEGARL_SPARES=$spares must be the number of spare nodes" >&2 && exit 2; esac
-nodes=$((${SLURM_JOB_NUM_NODES:-1} - spares))
+all=${SLURM_JOB_NUM_NODES:-1} nodes=$((${SLURM_JOB_NUM_NODES:-1} - 10#$spares))
+[ "$all" = "$nodes" ] || [ "$nodes" -ge 2 ] ||
+    { echo "error: MEGARL_SPARES=$spares of $all nodes leaves less than two to train: lower it, or raise --nodes" >&2 && exit 2; }
 [ -z "${MEGARL_SRUN:-}" ] || check=(srun --nodes=1 --ntasks=1)  # check with the container's Python, not this node's
 # shellcheck disable=SC2086  # MEGARL_SRUN and MEGARL_INSIDE are lists of words
 ranks=$("${check[@]}" ${MEGARL_SRUN:-} ${MEGARL_INSIDE:-} \
@@ -53,14 +55,16 @@ echo "job $SLURM_JOB_ID, start $count: $nodes nodes x $ranks ranks, $spares spar
 # only one CPU unless it requests more. The launchers of all nodes end together; --wait is for one that cannot. With
 # spares the others outlive a lost node.
 limit=(--wait=120)
-[ "$spares" = 0 ] || limit=(--wait=0 --no-kill)
+[ "$all" = "$nodes" ] || limit=(--wait=0 --no-kill)
 launch='trap "" USR1
     exec .venv/bin/python -m megarl.torchrun --nnodes "$1" --node-rank "$SLURM_NODEID" \
         --nproc-per-node "$0" --master-addr "$2" --master-port "$3" -m megarl.train "${@:4}"'
 # shellcheck disable=SC2086
-srun --ntasks="$((nodes + spares))" --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" --cpu-bind=none --kill-on-bad-exit=0 "${limit[@]}" \
+srun --ntasks="$all" --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" --cpu-bind=none --kill-on-bad-exit=0 "${limit[@]}" \
     ${MEGARL_SRUN:-} ${MEGARL_INSIDE:-} bash -c "$launch" "$ranks" "$nodes" "$address" "$port" "$@" &
 step=$!
+(until [ -e "$MEGARL_STATUS" ]; do sleep 5; done; sleep 120; kill $step) 2>/dev/null & # a launcher that hangs
+watcher=$!
 asked=
 trap 'asked=yes
     echo "job $SLURM_JOB_ID: time is nearly up, asking the ranks to save and stop"
@@ -69,6 +73,7 @@ status=0
 while kill -0 $step 2>/dev/null; do
     wait $step && status=0 || status=$?  # a trapped signal ends `wait` early
 done
+kill $watcher 2>/dev/null || true
 status=$(cat "$MEGARL_STATUS" 2>/dev/null || echo "$status")  # that of the run, also if a node was lost and replaced
 rm -f "$MEGARL_STATUS"
 
@@ -79,7 +84,7 @@ case $status in  # exit statuses of megarl/launch/exit_status.py
 esac
 # Exclude a node that had all faults if the partition has another one. Slurm accepts this for pending jobs only.
 leave=$(cat "$MEGARL_LEAVE_OUT" 2>/dev/null) || leave=
-[ "$(sinfo -h -p "$SLURM_JOB_PARTITION" -t idle,alloc,mix,comp -o %D | awk '{n += $1} END {print n + 0}')" -gt "$nodes" ] || leave=
+[ "$(sinfo -h -p "$SLURM_JOB_PARTITION" -t idle,alloc,mix,comp -o %D | awk '{n += $1} END {print n + 0}')" -gt "$all" ] || leave=
 echo "job $SLURM_JOB_ID: back into the queue after status $status${leave:+, without $leave}"
 trap "" TERM  # a requeue makes Slurm end this script with SIGTERM
 scontrol requeue "$SLURM_JOB_ID"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -144,16 +145,18 @@ class MultiNode:
         names = [self._end_key(number) for number in self._active]
         reports = [NodeReport.from_json(self._fetch(name)) if self._store.check([name]) else None for name in names]
         self._listeners -= {number for number, report in zip(self._active, reports, strict=True) if report is None}
+        if None in reports:
+            self.announce_failure()  # perhaps nobody else has noticed
         if self._has_failed():
             self._drop_silent_spares()
         decision = decide_restart(self._restarts, reports, policy, len(self._spares))
         if decision.should_restart:
             decision = self._replace_nodes(reports, decision)
-        if (file := os.environ.get(EXCLUDE_NODE_ENV)) and decision.exclude_node:
-            Path(file).write_text(decision.exclude_node + "\n")
-        if (file := os.environ.get(STATUS_ENV)) and not decision.should_restart:
-            Path(file).write_text(f"{decision.status}\n")
         self._publish(key, json.dumps([decision, self._active, self._spares]))
+        if decision.exclude_node:
+            _write_for_scheduler(EXCLUDE_NODE_ENV, decision.exclude_node)
+        if not decision.should_restart:
+            _write_for_scheduler(STATUS_ENV, str(decision.status))
         self._wait_for_keys([f"{self.attempt}/{number}/heard" for number in self._listeners], _ACK_TIMEOUT_S)
         return decision
 
@@ -206,6 +209,15 @@ class MultiNode:
         deadline = time.monotonic() + limit
         while not all(self._store.check([name]) for name in names) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
+
+
+def _write_for_scheduler(variable: str, text: str) -> None:
+    """Write a line to the file that an environment variable names, if it does."""
+    if file := os.environ.get(variable):
+        try:
+            Path(file).write_text(text + "\n")
+        except OSError as error:
+            print(f"warning: {variable}={file} cannot be written: {error}", file=sys.stderr, flush=True)
 
 
 def parse_spares(text: str) -> int:
