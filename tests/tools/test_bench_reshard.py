@@ -25,6 +25,5 @@ def test_all_methods_transfer_correct_values(tmp_path: Path) -> None:
         assert not result.get("problem") and not result["wrong"], (method, result)
         assert result["seconds"][0] > 0
         assert f"  {method} " in process.stdout
-    assert actual["adapters"]["wire_mib"] < actual["merged"]["wire_mib"]
     # A gather also sends what the receiver already has.
     assert actual["reshard"]["wire_mib"] < actual["gather"]["wire_mib"]
