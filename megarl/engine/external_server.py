@@ -54,7 +54,8 @@ def describe_engine(config: Config) -> dict[str, Any]:
     values |= {"model.dtype": config.model.dtype}
     values |= {"train.routing_replay": train.routing_replay, "train.sparse_index_replay": train.sparse_index_replay}
     names = ("engine", "tp", "ep", "sglang", "vllm", "num_speculative_tokens", "max_context", "top_p", "top_k", "min_p")
-    return values | {f"rollout.{name}": getattr(rollout, name) for name in names}
+    experts = "num_redundant_experts", "rebalance_experts_every"
+    return values | {f"rollout.{name}": getattr(rollout, name) for name in (*names, *experts)}
 
 
 def find_difference(run: dict[str, Any], external: dict[str, Any]) -> str:
