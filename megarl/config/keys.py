@@ -166,7 +166,8 @@ class MuonConfig:
     nesterov: bool = False
     """Orthogonalize that mean moved once more towards the gradient."""
     split_qkv: bool = True
-    """Orthogonalize the queries', keys' and values' parts of Megatron's fused matrix each by itself; not in MLA."""
+    """Orthogonalize the queries', keys' and values' parts of Megatron's fused matrix each by itself; MLA has none,
+    and those of vision towers stay whole."""
     scale_mode: Literal["spectral", "shape_scaling", "unit_rms_norm"] = "spectral"
     """Scale of an orthogonal update [out, in]: sqrt(max(out, in)), whose entries have a root mean square of 1 like
     Adam's first update (arXiv:2502.16982); sqrt(max(1, out / in)) (Keller Jordan); or sqrt(out / in)

@@ -144,7 +144,10 @@ def equal(first: Any, second: Any) -> bool:
 
 
 def gathered(model: Any) -> dict[str, torch.Tensor]:
-    """Return the model's weights by name. Ranks that have the same weight agree on it."""
+    """Return the model's weights by name, or with LoRA those of its adapters. Ranks that have the same weight agree."""
+    if model.config.lora.rank:
+        adapters = {name: tensor.detach().clone() for name, tensor in model.local_adapters().items()}
+        return gather(model, adapters, add=False, params=model.adapter_params())
     return gather(model, tiny.snapshot(model), add=False)
 
 
@@ -180,6 +183,7 @@ def check(name: str, folder: Path) -> dict[str, Any]:
     }
 
     model.save_snapshot()
+    start = gathered(model)
     metrics = [model.train_step(batch, loss)]
     if "model" not in sections and not has_adapters:
         skip = ("lm_head.weight",) if role == "critic" else ()
@@ -195,6 +199,8 @@ def check(name: str, folder: Path) -> dict[str, Any]:
             assert all(float((after[key] - weights[key]).abs().max()) > 1e-3 * MUON["lr"] for key in trained)
     else:
         metrics.append(model.train_step(batch, loss))
+        changed = [not torch.equal(tensor, start[key]) for key, tensor in gathered(model).items() if "bias" not in key]
+        result["trained"] = bool(changed) and all(changed)
 
     before = [tensor.clone() for tensor in states(model)]
     skipped = model.train_step(batch, lambda output, part: infinite_loss(loss(output, part)))
