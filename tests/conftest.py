@@ -50,11 +50,14 @@ def host() -> Iterator[str]:
 @pytest.fixture(scope="session")
 def vllm_host() -> Iterator[HostProcess]:
     """A host that has imported vLLM, for all of its engines."""
-    from megarl.config import from_dict
+    from megarl.config import ConfigError, from_dict
+    from megarl.engine.vllm.vllm_backend import VLLMBackend
     from megarl.engine.vllm.vllm_engine import start_host
 
-    if HAS_GPU:
-        pytest.skip("vLLM is installed on CPUs only")
+    try:
+        VLLMBackend().check_installed()
+    except ConfigError as error:
+        pytest.skip(str(error))
     host = start_host(from_dict({"rollout": {"engine": "vllm"}}), threads=1)
     yield host
     host.close()

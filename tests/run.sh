@@ -7,8 +7,10 @@
 #   bash tests/run.sh tests/data   pass arguments to pytest: a folder, a file, -k ...
 set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
-# Tests of vLLM need it; it is for CPUs alone.
-if [ -e /dev/nvidia0 ]; then bash launch/install.sh; else MEGARL_VLLM=1 bash launch/install.sh; fi
+# Tests of vLLM need it, on a CPU. With MEGARL_VLLM=0 they are skipped; --fast has none.
+[ "${1:-}" = --fast ] || export MEGARL_VLLM=${MEGARL_VLLM:-auto}
+bash launch/install.sh
+unset MEGARL_VLLM # tests install, too
 cores=$(nproc) # before OMP_NUM_THREADS is set, which nproc obeys
 export OMP_NUM_THREADS=1 # ranks and engines share the cores, so thread pools would oversubscribe them
 .venv/bin/ruff check .

@@ -30,6 +30,7 @@ TEXT_KEYS = {
     "rollout.environments",
     "rollout.pass_env",
     "rollout.engine",
+    "rollout.external",
     "rollout.tool_call_parser",
     "rollout.tools",
     "sandbox.backend",

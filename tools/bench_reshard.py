@@ -36,8 +36,8 @@ import torch.distributed as dist
 from megarl.config import ConfigError, LoraConfig, ParallelConfig
 from megarl.config.command_line import Parser, check_writable_file, float_in_range, int_in_range, run_cli
 from megarl.engine.weight_loader import keep_base, merge_adapters
-from megarl.models.layout_algebra import Param, split_with
-from megarl.models.lora_tables import MergedWeights, adapted_weights, factor_params
+from megarl.models.layout_algebra import HFTensor, Param, split_with
+from megarl.models.lora_tables import MergedWeights, adapted_weights, factor_params, merge_adapter
 from megarl.models.registry import family_of
 from megarl.parallel import ranks
 from megarl.reshard.plan.adapters import AdapterTable, factor_shapes, list_merges
@@ -70,6 +70,16 @@ def model(hidden: int) -> dict[str, Any]:
     }
 
 
+def full_tensor(tensor: HFTensor) -> torch.Tensor:
+    """Return the values of a full HF tensor, which any rank can compute."""
+    return torch.rand(tensor.shape, generator=torch.Generator().manual_seed(zlib.crc32(tensor.name.encode())))
+
+
+def trained(param: Param, source: int) -> torch.Tensor:
+    """Return the full HF tensor number `source` of a parameter, without adapter."""
+    return full_tensor(param.hf[source])
+
+
 class Case:
     """This rank's shards in the trainer, and buffers for those of its engine."""
 
@@ -100,18 +110,23 @@ class Case:
         dim, slices = split_with(param, param.sharding, layout.num_shards(expert), layout.shard_index(rank, expert))
         shape = list(param.hf[0].shape)
         shape[dim] = sum(piece.stop - piece.start for piece in slices)
-        return self.fill(torch.zeros(shape), param, layout.slices_of_rank(rank, param))
+        return self.fill(torch.zeros(shape), param, layout.slices_of_rank(rank, param), trained)
 
-    def fill(self, target: torch.Tensor, param: Param, intervals: list[ShardSlice]) -> torch.Tensor:
-        """Write the expected values: those of the full tensor, which any rank can compute."""
+    def fill(
+        self,
+        target: torch.Tensor,
+        param: Param,
+        intervals: list[ShardSlice],
+        full_of: Callable[[Param, int], torch.Tensor],
+    ) -> torch.Tensor:
+        """Write the expected values: those of the full tensors of `param.hf`, by index."""
         for source, dim, start, stop, offset in intervals:
-            name, shape = param.hf[source]
-            full = torch.rand(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
+            full = full_of(param, source)
             target.narrow(dim, offset, stop - start).copy_(full.narrow(dim, start, stop - start))
         return target
 
-    def find_wrong(self) -> list[str]:
-        """Return the engine's tensors with wrong values."""
+    def find_wrong(self, full_of: Callable[[Param, int], torch.Tensor] = trained) -> list[str]:
+        """Return the engine's tensors with wrong values. full_of: see `fill`."""
         expected = {name: torch.zeros_like(tensor) for name, tensor in self.engine_tensors.items()}
         position = self.rank % self.engine.tp
         for param in self.params:
@@ -119,7 +134,7 @@ class Case:
             assert slot is not None
             for index in self.engine.expert_indices(position, param, self.experts):
                 target = expected[slot.name][index] if slot.grid == "expert" else expected[slot.name]
-                self.fill(target, param, self.engine.slices_of_rank(position, param))
+                self.fill(target, param, self.engine.slices_of_rank(position, param), full_of)
         return [name for name in expected if not torch.equal(expected[name], self.engine_tensors[name])]
 
 
@@ -178,20 +193,26 @@ class Merged(Reshard):
     def __init__(self, case: Case, table: LayerTable | None = None) -> None:
         super().__init__(case, table)
         self.weights = adapted_weights(case.params, ())
-        factors = [factor for weight in self.weights for factor in factor_params(weight, case.lora.rank)]
+        self.pairs = {weight.megatron: factor_params(weight, case.lora.rank) for weight in self.weights}
+        factors = [factor for pair in self.pairs.values() for factor in pair]
         trains = [factor for factor in factors if case.train.has_param(case.rank, factor, case.experts)]
         self.factors = {factor.megatron: case.shard(factor, case.train, case.rank) for factor in trains}
-        self.scale = case.lora.alpha / case.lora.rank
+        self.scale = case.lora.scale
 
     def __call__(self) -> None:
         merged = MergedWeights(self.case.local, self.factors, self.scale)
         self.executor.sync(merged, self.execute, version=1)
 
     def find_wrong(self) -> list[str]:
-        """Return the tensors that differ from those after a sync of merged weights."""
-        result = {name: tensor.clone() for name, tensor in self.case.engine_tensors.items()}
-        Merged.__call__(Merged(self.case))
-        return [name for name, tensor in result.items() if not torch.equal(tensor, self.case.engine_tensors[name])]
+        return self.case.find_wrong(self.merge)
+
+    def merge(self, param: Param, source: int) -> torch.Tensor:
+        """Return a full HF tensor with its adapter merged."""
+        full = full_tensor(param.hf[source])
+        if param.megatron not in self.pairs:
+            return full
+        a, b = self.pairs[param.megatron]
+        return merge_adapter(full, full_tensor(a.hf[0]), full_tensor(b.hf[source]), self.scale)
 
 
 class Adapters(Merged):

@@ -109,7 +109,7 @@ FEATURES: dict[str, dict[str, Sequence[str]]] = {
 _NO_CACHE = "an engine that sleeps while models use its device has no KV cache of the old weights left to continue with"
 
 _ONE_RANK = "an engine of one rank has all experts, so that there is nothing to place"
-_OUTSIDE = "engines outside of the job keep their experts in order"
+_OUTSIDE = "is not implemented: engines outside of the job keep their experts in order"
 _ADAPTERS = "an expert that moves needs all of its weights on another rank, which a sync of adapters does not send"
 
 REFUSED: dict[frozenset[Setting], str] = {

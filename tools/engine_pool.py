@@ -14,23 +14,28 @@ of the user's home folder, or of MEGARL_ENGINE_SECRET. Logs go to FOLDER (defaul
 `add` and `remove` change `rollout.external` in the control.yaml of a run folder, which the run reads at the start of
 each step: a new engine gets weights at the end of that step, and requests from the next one on. A run can also start
 with rollout.external=[HOST:PORT,...]; then they take part from step 2 on, or at once if the run resumes. An engine may
-be stopped and started again at any time. `list` shows the engines of a run, and what each one does.
+be stopped and started again at any time. They change the engines of the first policy alone; those of another one
+(roles.*.rollout.external) do not change during a run. `list` shows the engines of a run, and what each one does.
 """
 
 from __future__ import annotations
 
+import fcntl
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import yaml
 
 from megarl.config import ConfigError, load_config, plain_yaml
 from megarl.config.command_line import Parser, int_in_range, run_cli
+from megarl.config.stages import parse_stages
+from megarl.engine.engine_protocol import EngineError
 from megarl.engine.external_wire import Wire, WireError, parse_address
 from megarl.observe.control import CONTROL_FILE
-from megarl.utils.text import write_atomically
+from megarl.utils.text import one_line, write_atomically
 
 
 def parse_address_text(text: str) -> str:
@@ -46,13 +51,23 @@ def find_config(path: Path) -> Path:
     return path / "config.yaml" if path.is_dir() else path
 
 
-def read_addresses(run: Path) -> tuple[str, ...]:
-    """Return the addresses in a run's control.yaml, or else those of its configuration."""
-    if not find_config(run).is_file() or not run.is_dir():
+def check_folder(run: Path) -> None:
+    if not run.is_dir() or not find_config(run).is_file():
         raise ConfigError(f"{run} is no run folder: it has no config.yaml")
-    tree = read_control(run)
-    addresses = tree.get("rollout", {}).get("external")
-    return load_config(find_config(run)).rollout.external if addresses is None else tuple(addresses)
+
+
+def read_addresses(run: Path) -> tuple[str, ...]:
+    """Return the addresses in a run's control.yaml, or else those of its configuration. Raises ConfigError."""
+    addresses = read_control(run).get("rollout", {}).get("external")
+    if addresses is not None:
+        return tuple(addresses)
+    config = load_config(find_config(run))
+    if any(stage.rollout.external != config.rollout.external for stage in parse_stages(config).values()):
+        raise ConfigError(
+            f"stages of {run}/config.yaml change rollout.external: write the whole list once as "
+            f"'rollout: {{external: [HOST:PORT, ...]}}' into {run / CONTROL_FILE}, which then holds for all steps"
+        )
+    return config.rollout.external
 
 
 def read_control(run: Path) -> dict[str, dict[str, list[str]]]:
@@ -62,6 +77,14 @@ def read_control(run: Path) -> dict[str, dict[str, list[str]]]:
     if not isinstance(tree, dict | None) or not isinstance((tree or {}).get("rollout", {}), dict):
         raise ConfigError(f"{file} is no mapping of sections; correct it")
     return dict(tree or {})
+
+
+@contextmanager
+def locked(run: Path) -> Iterator[None]:
+    """Keep other calls of this tool from changing the run's control.yaml meanwhile."""
+    with open(run / f".{CONTROL_FILE}.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def write_addresses(run: Path, addresses: Sequence[str]) -> None:
@@ -79,27 +102,41 @@ def serve(options: Namespace) -> int:
     folder = options.out or Path("engines", address.replace(":", "_"))
     server = ExternalServer(config, address, folder, options.threads)
     print(f"the engine of {config.model.path} starts; its log is in {folder}/logs", flush=True)
-    server.run(lambda: print(f"ready at {address}", flush=True))
+    try:
+        server.run(lambda: print(f"ready at {address}", flush=True))
+    except EngineError as error:
+        print(f"error: {one_line(error)}", file=sys.stderr, flush=True)
+        return 1
     return 0
 
 
 def add(options: Namespace) -> int:
-    addresses = read_addresses(options.run)
-    if (address := parse_address_text(options.address)) in addresses:
-        raise ConfigError(f"{options.run} has {address} already")
-    write_addresses(options.run, (*addresses, address))
+    address = parse_address_text(options.address)
+    check_folder(options.run)
+    with locked(options.run):
+        addresses = read_addresses(options.run)
+        if address in addresses:
+            raise ConfigError(f"{options.run} has {address} already")
+        write_addresses(options.run, (*addresses, address))
     return 0
 
 
 def remove(options: Namespace) -> int:
-    addresses = read_addresses(options.run)
-    if options.address not in addresses:
-        raise ConfigError(f"{options.run} has no {options.address}, only {', '.join(addresses) or 'none'}")
-    write_addresses(options.run, [address for address in addresses if address != options.address])
+    check_folder(options.run)
+    with locked(options.run):
+        addresses = list(read_addresses(options.run))
+        if options.address not in addresses:
+            raise ConfigError(f"{options.run} has no {options.address}, only {', '.join(addresses) or 'none'}")
+        # Engine k belongs to engine k mod n of the run: the last one moves, and all others stay where they are.
+        last = addresses.pop()
+        if last != options.address:
+            addresses[addresses.index(options.address)] = last
+        write_addresses(options.run, addresses)
     return 0
 
 
 def list_engines(options: Namespace) -> int:
+    check_folder(options.run)
     for address in read_addresses(options.run):
         try:
             wire = Wire.connect(address)

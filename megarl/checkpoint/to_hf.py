@@ -151,7 +151,7 @@ def convert(
     """
     merged = {}
     if config.lora.rank:
-        scale = config.lora.alpha / config.lora.rank
+        scale = config.lora.scale
         factors = {param.megatron: param for param in adapter_params(table, config.lora)}
         for param in adapted_weights(table, config.lora.target_modules):
             a, b = (factors[name] for name in factor_names(param.megatron))

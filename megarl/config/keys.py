@@ -285,6 +285,11 @@ class LoraConfig:
     linear_q_down_proj ...), qualified by their parent where it matters (experts.linear_fc1, shared_experts.linear_fc2);
     empty for all layers of attention, MLPs and experts."""
 
+    @property
+    def scale(self) -> float:
+        """The factor of B A in a weight with its adapter merged."""
+        return self.alpha / self.rank
+
 
 @dataclass(frozen=True)
 class TrackConfig:

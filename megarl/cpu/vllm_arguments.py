@@ -21,8 +21,8 @@ def engine_args(rollout: RolloutConfig) -> dict[str, Any]:
         "block_size": VLLM_BLOCK_TOKENS,
         # Each request may have a block that is not full; one block is vLLM's own.
         "num_gpu_blocks_override": -(-tokens // VLLM_BLOCK_TOKENS) + rollout.concurrency + 1,
-        "kv_cache_memory_bytes": 1
-        << 20,  # the size is that of the blocks; without a number vLLM would warm up for 10 s
+        # The size is that of the blocks; without a number vLLM would warm up for 10 s.
+        "kv_cache_memory_bytes": 1 << 20,
     }
 
 

@@ -9,6 +9,7 @@ from megarl.config import Config, ConfigError, RolloutConfig
 from megarl.config.keys import max_pending_groups
 from megarl.engine.external_wire import parse_address
 from megarl.models.memory import VLLM_BLOCK_TOKENS
+from megarl.parallel import job_secret
 from megarl.parallel.placement import engine_ranks, has_model, placement_of, split_role
 from megarl.parallel.policy_configs import engine_key, policy_config
 from megarl.parallel.rendezvous import PUBLIC_NETWORK_ENV
@@ -114,14 +115,16 @@ def check_external(config: Config, declared: Requirements) -> None:
             )
         if rollout.external and rollout.sync_adapters_only and not rollout.replay:
             raise ConfigError(
-                f"{key} with rollout.sync_adapters_only: adapters are merged into weights that an engine has loaded, "
-                "of which nothing is known outside of the job; set the second to false"
+                f"{key} with rollout.sync_adapters_only is not implemented: adapters are merged into weights that an "
+                "engine has loaded, of which nothing is known outside of the job; set the second to false"
             )
         if rollout.external and rollout.rebalance_experts_every and not rollout.replay:
             raise ConfigError(
-                f"{key} with rollout.rebalance_experts_every: engines outside of the job keep their experts in order; "
-                "set one of them"
+                f"{key} with rollout.rebalance_experts_every is not implemented: engines outside of the job keep their "
+                "experts in order; set one of them"
             )
+        if rollout.external and not rollout.replay:
+            job_secret.external_key()
         for text in rollout.external:
             try:
                 host, port = parse_address(text)

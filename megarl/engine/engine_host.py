@@ -285,6 +285,8 @@ class HostProcess:
     A thread supervises the host. If it ends, which ends its engines too, it is restarted on the same socket, where new
     connections wait for it meanwhile. If it is stopped (SIGSTOP), it is continued. A host that keeps ending is given
     up, and its socket is closed.
+
+    Raises OSError if the interpreter cannot be started.
     """
 
     def __init__(
@@ -327,6 +329,8 @@ class HostProcess:
         try:
             self._start()
         except BaseException as error:  # noqa: B036  re-raised by the constructor
+            self._listener.close()
+            self._folder.close()
             started.set_exception(error)
             return
         started.set_result(None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import time
 from collections.abc import Sequence
 from typing import Any, Self
 from weakref import WeakKeyDictionary
@@ -68,8 +69,9 @@ class _Connection:
         return generation
 
     @property
-    def num_pending(self) -> int:
-        return len(self._answers)
+    def is_busy(self) -> bool:
+        """Whether it is still connecting, or has open requests."""
+        return bool(self._answers) or not self._is_open.is_set()
 
     async def stop(self) -> None:
         """Abort the running requests; each returns what it has generated."""
@@ -77,7 +79,9 @@ class _Connection:
             with contextlib.suppress(WireError):
                 await self._wire.send_async({"do": "stop", "number": -1})
 
-    async def close(self) -> None:
+    async def close(self, problem: str = "") -> None:
+        """Hang up; running requests are lost."""
+        self._problem = self._problem or problem
         self._reader.cancel()
         await asyncio.wait([self._reader])
 
@@ -117,83 +121,95 @@ class _Connection:
 
 
 class SharedClient:
-    """An `EngineClient` of the run's own engine `own` that sends part of the requests to external engines.
+    """An `EngineClient` that sends part of the requests of `local`, a client of the run's engine, to external engines.
 
     Each conversation stays with one engine, whose prefix cache it uses, as long as that may generate. A request that an
-    external engine loses is sent again, to another one or to `own`. What concerns more than one request, such as
-    `num_pending`, is that of `own`; errors that end a generation, too.
+    external engine loses is sent again, to another one or by `local`. What concerns more than one request, such as
+    `num_pending`, is that of `local`; errors that end a generation, too.
 
     timeout: seconds per request. hang_timeout: seconds without a sign of life.
     """
 
-    def __init__(self, own: EngineClient, external: ExternalEngines, timeout: float, hang_timeout: float) -> None:
-        self._own, self._external, self._timeout, self._hang_timeout = own, external, timeout, hang_timeout
-        self._num_own = 0
+    def __init__(self, local: EngineClient, external: ExternalEngines, timeout: float, hang_timeout: float) -> None:
+        self._local, self._external, self._timeout, self._hang_timeout = local, external, timeout, hang_timeout
+        self._num_local = self._num_external = 0
+        """Open requests of either kind of engine."""
         self._connections: dict[str, _Connection] = {}
         """By token."""
         self._assigned: WeakKeyDictionary[Any, ExternalEngine | None] = WeakKeyDictionary()
-        """The engine of each conversation; None for the run's own."""
+        """The engine of each conversation; None for that of `local`."""
 
     async def __aenter__(self) -> Self:
-        await self._own.__aenter__()
+        await self._local.__aenter__()
         return self
 
     async def __aexit__(self, *error: object) -> None:
         for connection in self._connections.values():
             await connection.close()
-        await self._own.__aexit__(*error)
+        await self._local.__aexit__(*error)
 
     @property
     def weight_version(self) -> int | None:
-        return self._own.weight_version
+        return self._local.weight_version
 
     @weight_version.setter
     def weight_version(self, version: int | None) -> None:
-        self._own.weight_version = version
+        self._local.weight_version = version
 
     @property
     def should_request_masks(self) -> bool:
-        return self._own.should_request_masks
+        return self._local.should_request_masks
 
     @should_request_masks.setter
     def should_request_masks(self, value: bool) -> None:
-        self._own.should_request_masks = value
+        self._local.should_request_masks = value
 
     @property
     def num_pending(self) -> int:
-        """Responses in flight of `own`."""
-        return self._own.num_pending
+        """Responses in flight of `local`."""
+        return self._local.num_pending
 
     @num_pending.setter
     def num_pending(self, value: int) -> None:
-        self._own.num_pending = value
+        self._local.num_pending = value
 
     @property
     def last_response_time(self) -> float:
-        return self._own.last_response_time
+        return self._local.last_response_time
 
     @last_response_time.setter
     def last_response_time(self, value: float) -> None:
-        self._own.last_response_time = value
+        self._local.last_response_time = value
 
     async def is_alive(self, seconds: float) -> bool:
-        return await self._own.is_alive(seconds)
+        return await self._local.is_alive(seconds)
 
     async def parse_tool_calls(
         self, text: str, tools: Sequence[dict[str, Any]], parser: str
     ) -> tuple[str, list[Any]] | None:
-        return await self._own.parse_tool_calls(text, tools, parser)
+        return await self._local.parse_tool_calls(text, tools, parser)
 
     async def stop(self) -> None:
-        await asyncio.gather(self._own.stop(), self.stop_external())
+        await asyncio.gather(self._local.stop(), self.stop_external())
 
     async def stop_external(self, wait: bool = False) -> None:
-        """Abort the requests of external engines; each returns what it has generated. wait: until all have."""
-        connections = list(self._connections.values())
-        await asyncio.gather(*(connection.stop() for connection in connections))
-        while wait and any(connection.num_pending for connection in connections):
+        """Abort the requests of external engines; each returns what it has generated.
+
+        wait: until all have, also those that still connect; an engine that does not return them in time is given up.
+        """
+        deadline = time.monotonic() + self._hang_timeout
+        await self._stop_connections()
+        while wait and self._num_external:
             await asyncio.sleep(_RETRY_S)
-            await asyncio.gather(*(connection.stop() for connection in connections))
+            if time.monotonic() < deadline:
+                await self._stop_connections()
+            else:
+                problem = f"requests have not stopped for {self._hang_timeout:g} s"
+                busy = [connection for connection in self._connections.values() if connection.is_busy]
+                await asyncio.gather(*(connection.close(problem) for connection in busy))
+
+    async def _stop_connections(self) -> None:
+        await asyncio.gather(*(connection.stop() for connection in self._connections.values()))
 
     async def generate(
         self,
@@ -209,39 +225,41 @@ class SharedClient:
 
         conversation: identifies the conversation, which stays with one engine.
         """
-        version, first = self.weight_version, True
+        version, is_repeat = self.weight_version, False
         while True:
             usable = self._external.usable(version)
             engine = self._assigned.get(conversation) if conversation is not None else None
             is_assigned = conversation is not None and conversation in self._assigned
             if not is_assigned or (engine is not None and engine not in usable):
-                least = min((other.pending for other in usable), default=self._num_own + 1)
-                engine = next((other for other in usable if other.pending == least and least < self._num_own), None)
+                fewest = min((other.pending for other in usable), default=self._num_local)
+                engines = (other for other in usable if other.pending == fewest < self._num_local)
+                engine = next(engines, None)
                 if is_assigned:  # the record must be of one engine: others may round to other experts
                     recorded = NOT_RECORDED
                 if conversation is not None:
                     self._assigned[conversation] = engine
-            self._external.num_repeated += not first
+            self._external.num_repeated += is_repeat
             if engine is None:
                 options: dict[str, Any] = {"images": images} if images else {}
-                self._num_own += 1
+                self._num_local += 1
                 try:
-                    generation = await self._own.generate(ids, params, recorded, on_tokens, **options)
+                    generation = await self._local.generate(ids, params, recorded, on_tokens, **options)
                     self._external.num_responses += 1
                     return generation
                 finally:
-                    self._num_own -= 1
+                    self._num_local -= 1
             request: dict[str, Any] = {"ids": ids, "params": params, "recorded": recorded, "images": tuple(images)}
             request |= {"version": version, "masks": self.should_request_masks}
-            engine.pending += 1
+            connection = self._connect(engine)
+            engine.pending, self._num_external = engine.pending + 1, self._num_external + 1
             try:
-                generation = await self._connect(engine).generate(request)
+                generation = await connection.generate(request)
             except _Lost as lost:
-                engine.drop(str(lost))
-                first = False
+                engine.drop(str(lost), connection.token)
+                is_repeat = True
                 continue
             finally:
-                engine.pending -= 1
+                engine.pending, self._num_external = engine.pending - 1, self._num_external - 1
             self._external.num_responses += 1
             self._external.num_external += 1
             if on_tokens is not None and len(generation.token_ids):

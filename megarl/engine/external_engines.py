@@ -3,13 +3,14 @@
 Each of a run's own engines feeds the external engines that are assigned to it: each of its ranks sends what the weight
 sync passes on to its own engine process also to the same rank of those. The lead shares its requests with them
 (`external_client.py`). An external engine that cannot be reached, fails or dies costs nothing but its help: its
-requests are repeated elsewhere, and every weight sync tries to connect to it again.
+requests are repeated elsewhere, and later weight syncs try to connect to it again.
 """
 
 from __future__ import annotations
 
 import json
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,11 +20,13 @@ import torch
 
 from megarl.config import Config
 from megarl.engine.engine_protocol import GatherPayloads
-from megarl.engine.external_server import describe_engine, find_difference
+from megarl.engine.external_server import describe_engine, find_difference, hash_data
 from megarl.engine.external_wire import Wire, WireError
 from megarl.parallel import device
 
 _MAX_THREADS = 32
+_SLOW_S = 0.5
+"""Seconds to connect from which a failure delays weight syncs."""
 
 
 @dataclass
@@ -40,6 +43,10 @@ class ExternalEngine:
     is_syncing: bool = False
     problem: str = ""
     """Why it was given up."""
+    num_failures: int = 0
+    """Attempts to connect in a row that took long and failed, and the first weight sync that tries again; the same on
+    all ranks."""
+    retry_at: int = 0
     pending: int = 0
     """Responses that it owes, on the lead."""
 
@@ -52,8 +59,10 @@ class ExternalEngine:
         if errors := wire.receive()["errors"]:
             raise WireError(errors[0])
 
-    def drop(self, problem: str) -> None:
-        """Give it up until the next weight sync."""
+    def drop(self, problem: str, token: str = "") -> None:
+        """Give it up until the next weight sync. token: of the session with the problem, which may have ended."""
+        if token and token != self.token:
+            return
         self.problem = self.problem or problem
         self.version, self.is_syncing = None, False
         wire, self.wire = self.wire, None
@@ -82,6 +91,8 @@ class ExternalEngines:
         """On the lead: responses of all engines and of external ones, and requests that were repeated because an
         external engine was lost."""
         self._reported: dict[str, str] = {}
+        self._changes: list[str] = []
+        self._num_connects = 0
 
     def set_addresses(self, addresses: Sequence[str]) -> None:
         """Use the engines at these addresses, as far as they are assigned to this rank's. Not collective."""
@@ -93,20 +104,22 @@ class ExternalEngines:
         self._engines = {address: engines.get(address) or ExternalEngine(address) for address in assigned}
         for address in engines.keys() - self._engines.keys():
             engines[address].drop("it was removed")
-            self._reported.pop(address, None)
+            if self._reported.pop(address, None) == "ready":
+                self._changes.append(f"external engine {address} is not used: it was removed")
 
     def usable(self, version: int | None) -> list[ExternalEngine]:
         """Return the engines with the weights of this version. On the lead; not collective."""
-        return [engine for engine in self._engines.values() if version is not None and engine.version == version]
+        engines = [engine for engine in self._engines.values() if engine.wire is not None]
+        return [engine for engine in engines if version is not None and engine.version == version]
 
     @property
     def num_usable(self) -> int:
         """Number of engines that may generate. On the lead; not collective."""
-        return sum(engine.version is not None for engine in self._engines.values())
+        return sum(engine.wire is not None and engine.version is not None for engine in self._engines.values())
 
     def pop_changes(self) -> list[str]:
         """Return a line for each engine that has come or gone since the last call. On the lead; not collective."""
-        lines = []
+        lines, self._changes = self._changes, []
         for address, engine in self._engines.items():
             state = engine.problem or ("" if engine.version is None else "ready")
             if state and state != self._reported.get(address):
@@ -116,19 +129,46 @@ class ExternalEngines:
         return lines
 
     def connect(self) -> bool:
-        """Connect to those without a session, before a weight sync; return whether a new session began."""
+        """Connect to those without a session, before a weight sync; return whether a new session began.
+
+        An attempt that took long and failed is repeated in the next weight sync, then after 2, 4, 8 and always 16.
+        """
+        self._num_connects += 1
         if not self._engines:
             return False
         self._map(lambda engine: engine.call({"do": "ping"}), [e for e in self._engines.values() if e.wire])
-        self._agree(list(self._engines.values()))
-        missing = [engine for engine in self._engines.values() if engine.wire is None]
+        self._agree([engine for engine in self._engines.values() if engine.token])
+        engines = self._engines.values()
+        addresses = [e.address for e in engines if e.wire is None and e.retry_at <= self._num_connects]
         token = secrets.token_hex(16)
-        tokens = {engine.address: f"{token} {engine.address}" for engine in missing}
+        tokens = {address: f"{token} {address}" for address in addresses}
+        # Those that the lead misses: it may have given one up since the ranks have agreed.
         tokens = json.loads(self._gather(json.dumps(tokens))[0])
+        if not tokens:
+            return False
+        missing = [self._engines[address] for address in tokens]
+        if self._position == 0:
+            self._changes = self.pop_changes()  # also of those that come back at once
         for engine in missing:
+            engine.drop("it starts over")
             engine.token, engine.problem = tokens[engine.address], ""
-        self._map(self._open, missing)
+        slow: list[str] = []
+
+        def work(engine: ExternalEngine) -> None:
+            start = time.monotonic()
+            try:
+                self._open(engine)
+            except WireError:
+                if time.monotonic() - start > _SLOW_S:
+                    slow.append(engine.address)
+                raise
+
+        self._map(work, missing)
         self._agree(missing)
+        slow_on_any = {address for text in self._gather(json.dumps(slow)) for address in json.loads(text)}
+        for engine in missing:
+            engine.num_failures = engine.num_failures + 1 if engine.address in slow_on_any else 0
+            engine.retry_at = self._num_connects + min(16, 1 << max(0, engine.num_failures - 1))
         return any(engine.wire is not None for engine in missing)
 
     def _open(self, engine: ExternalEngine) -> None:
@@ -155,10 +195,13 @@ class ExternalEngines:
             return
         device.synchronize(buffer)
         data = buffer[: _num_bytes(order)].cpu()
-        message = {"do": "write", "order": {**order, "bucket": 0}, "draft": draft, "bytes": len(data)}
-        self._writes = [
-            self._threads.submit(self._try, lambda engine: engine.call(message, data), engine) for engine in syncing
-        ]
+        hashed = self._threads.submit(hash_data, data)  # before those that wait for it
+
+        def work(engine: ExternalEngine) -> None:
+            message = {"do": "write", "order": {**order, "bucket": 0}, "draft": draft, "bytes": len(data)}
+            engine.call({**message, "hash": hashed.result()}, data)
+
+        self._writes = [self._threads.submit(self._try, work, engine) for engine in syncing]
 
     def wait(self) -> None:
         """Wait for the last order. Not collective."""
@@ -179,7 +222,8 @@ class ExternalEngines:
 
         def work(engine: ExternalEngine) -> None:
             engine.call({"do": "commit", "version": version})
-            engine.version = version
+            if engine.wire is not None:  # its requests have not failed meanwhile
+                engine.version = version
 
         self.wait()
         syncing = self._syncing

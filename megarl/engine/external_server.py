@@ -17,17 +17,21 @@ import asyncio
 import contextlib
 import dataclasses
 import hashlib
+import importlib.metadata
 import json
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megarl import __version__
 from megarl.config import Config, ConfigError, ParallelConfig
 from megarl.engine.engine_backends import engine_backend
 from megarl.engine.engine_protocol import EngineClient, EngineError, EngineLost, RequestFailed
@@ -37,33 +41,57 @@ from megarl.engine.weight_sender import WeightSender
 from megarl.models.registry import load_hf_config
 from megarl.models.routing import routing_shape
 from megarl.models.sparse_indices import index_shape
-from megarl.parallel import device
-from megarl.parallel.rendezvous import check_private, open_listener
+from megarl.parallel import device, job_secret
+from megarl.parallel.encoding import EncodingError
+from megarl.parallel.rendezvous import PUBLIC_NETWORK_ENV, check_private, open_listener
 
 HEARTBEAT_S = 2.0
 """Seconds between signs of life to whoever waits for responses."""
-_SESSION_END_S = 10.0
-"""Seconds that a new session waits for the end of the last one, whose connections may just have broken."""
+_SESSION_END_S, _SESSION_LOSS_S = 10.0, 1.0
+"""Seconds that a new session waits for the rest of the last one: once it is over, and for its connections to break."""
+_HOST_SETTINGS = {
+    "sglang": ("max_running_requests", "max_total_tokens", "mem_fraction_static", "cuda_graph_max_bs", "log_level"),
+    "vllm": ("gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks_override"),
+}
+"""Settings of `rollout.sglang` and `rollout.vllm` that may suit the machine of the engine: room, not results."""
 
 
 def describe_engine(config: Config) -> dict[str, Any]:
     """Return what a run and its external engines must have in common, by key."""
     rollout, train = config.rollout, config.train
     hf = json.dumps(load_hf_config(config.model.path), sort_keys=True)
-    values: dict[str, Any] = {"config.json of model.path": hashlib.blake2b(hf.encode(), digest_size=16).hexdigest()}
-    values |= {"model.dtype": config.model.dtype}
+    values: dict[str, Any] = {"version of MegaRL": __version__}
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # an engine of the user's own
+        values[f"version of {rollout.engine}"] = importlib.metadata.version(rollout.engine).partition("+")[0]
+    values |= {"config.json of model.path": hashlib.blake2b(hf.encode(), digest_size=16).hexdigest()}
+    values |= {"model.dtype": config.model.dtype, "model.megatron": config.model.megatron}
     values |= {"train.routing_replay": train.routing_replay, "train.sparse_index_replay": train.sparse_index_replay}
-    names = ("engine", "tp", "ep", "sglang", "vllm", "num_speculative_tokens", "max_context", "top_p", "top_k", "min_p")
+    names = ("engine", "tp", "ep", "num_speculative_tokens", "max_context", "top_p", "top_k", "min_p")
     experts = "num_redundant_experts", "rebalance_experts_every"
-    return values | {f"rollout.{name}": getattr(rollout, name) for name in (*names, *experts)}
+    values |= {f"rollout.{name}": getattr(rollout, name) for name in (*names, *experts)}
+    for name, host_settings in _HOST_SETTINGS.items():
+        settings = getattr(rollout, name)
+        values[f"rollout.{name}"] = {key: value for key, value in settings.items() if key not in host_settings}
+    return values
 
 
 def find_difference(run: dict[str, Any], external: dict[str, Any]) -> str:
     """Return the first key of `describe_engine` that differs, with both values; empty if none does."""
-    for key in run:
-        if run[key] != external.get(key):
-            return f"its {key} is {external.get(key)}, and that of the run {run[key]}"
+    for key in run | external:
+        if run.get(key) != external.get(key):
+            return f"its {key} is {external.get(key)}, and that of the run {run.get(key)}"
     return ""
+
+
+def check_listen_host(host: str) -> None:
+    """Raise ConfigError for a host that is, or may be, reached from the public internet, or that has no address."""
+    check_private("--listen", host)
+    hosts = {socket_address[0] for *_, socket_address in socket.getaddrinfo(host, None)}
+    if any(ip_address(str(text)).is_unspecified for text in hosts) and os.environ.get(PUBLIC_NETWORK_ENV) != "1":
+        raise ConfigError(
+            f"--listen with {host} accepts connections at all addresses of this machine: name one of the nodes' own "
+            f"network, or export {PUBLIC_NETWORK_ENV}=1 if a firewall protects the others"
+        )
 
 
 class _Session:
@@ -114,8 +142,9 @@ class ExternalServer:
     """
 
     def __init__(self, config: Config, address: str, folder: Path, threads: int = 0) -> None:
+        job_secret.external_key()
         host, port = parse_address(address)
-        check_private("--listen", host)
+        check_listen_host(host)
         listener = open_listener(host, port)
         if listener is None:
             raise ConfigError(f"--listen {address} cannot be opened: name a free port of an address of this machine")
@@ -132,7 +161,7 @@ class ExternalServer:
         self._has_draft = self._backend.layout(hf, config).draft
         self._engine = self._backend.make_engine(config, port, label="external engine", threads=threads)
         self._session: _Session | None = None
-        self._lock = threading.Lock()
+        self._lock, self._leaving = threading.Lock(), threading.Lock()
         self._loop = asyncio.new_event_loop()
 
     def run(self, on_ready: Callable[[], None] = lambda: None) -> None:
@@ -170,20 +199,28 @@ class ExternalServer:
                 wire.send({"status": self._status()})
                 return
             session = self._join(hello)
-            wire.send({"error": "it serves another run"} if session is None else {"engine": self._facts})
             if session is None:
+                wire.send({"error": "it serves another run"})
                 return
-            session.add(wire)
-            wire.set_timeout(None)
-            if hello["kind"] == "weights":
-                self._serve_weights(wire, session, hello["rank"])
-            else:
+            if hello["kind"] != "weights":
+                self._begin_connection(wire, session)
                 requests = self._serve_requests(wire, session, hello["timeout"])
                 asyncio.run_coroutine_threadsafe(requests, self._loop).result()
+                return
+            try:
+                self._begin_connection(wire, session)
+                self._serve_weights(wire, session, hello["rank"])
+            finally:
+                self._leave(session)
         except WireError as error:
             print(f"a connection has ended: {error}", flush=True)
         finally:
             wire.close()
+
+    def _begin_connection(self, wire: Wire, session: _Session) -> None:
+        wire.send({"engine": self._facts})
+        session.add(wire)
+        wire.set_timeout(None)
 
     def _status(self) -> str:
         """Return in words what the engine does."""
@@ -193,28 +230,29 @@ class ExternalServer:
         return "receives weights" if session.version is None else f"has the weights of version {session.version}"
 
     def _join(self, hello: dict[str, Any]) -> _Session | None:
-        """Return the session with this token, which a connection for weights may begin; None if it cannot be joined."""
-        deadline = time.monotonic() + _SESSION_END_S
+        """Return the session with this token, which a connection for weights may begin; None if it cannot be joined.
+
+        After a connection for weights has joined, it must `_leave`.
+        """
+        start = time.monotonic()
         while True:
             with self._lock:
-                current = self._session
+                current, is_weights = self._session, hello["kind"] == "weights"
+                if is_weights and (current is None or (current.is_over.is_set() and not current.num_weight_wires)):
+                    current = self._session = _Session(hello["token"], self._config.rollout.tp)
                 if current is not None and current.token == hello["token"] and not current.is_over.is_set():
+                    current.num_weight_wires += is_weights
                     return current
-                if hello["kind"] != "weights":
+                if not is_weights or current is None:
                     return None
-                if current is None or (current.is_over.is_set() and not current.num_weight_wires):
-                    self._session = _Session(hello["token"], self._config.rollout.tp)
-                    return self._session
-            if time.monotonic() > deadline:
+            if time.monotonic() - start > (_SESSION_END_S if current.is_over.is_set() else _SESSION_LOSS_S):
                 return None
             time.sleep(0.05)
 
     # --- weights
 
     def _serve_weights(self, wire: Wire, session: _Session, rank: int) -> None:
-        """Serve the weights of one of the engine's ranks until its connection ends, which ends the session."""
-        with self._lock:
-            session.num_weight_wires += 1
+        """Serve the weights of one of the engine's ranks until its connection ends."""
         sync = _WeightSync(self, session, rank)
         try:
             while True:
@@ -223,16 +261,21 @@ class ExternalServer:
         finally:
             session.end()
             sync.abandon()
+
+    def _leave(self, session: _Session) -> None:
+        """End the session with one of its connections for weights; the last one leaves the engine to the next."""
+        session.end()
+        with self._leaving:
+            if session.num_weight_wires == 1:
+                self._reset(session)
             with self._lock:
                 session.num_weight_wires -= 1
-                is_last = not session.num_weight_wires
-            if is_last:
-                self._reset(session)
 
     def _reset(self, session: _Session) -> None:
         """Leave nothing of a session in the engine."""
         try:
             if session.is_updating:
+                session.is_updating = False
                 self._engine.end_update(None)
             self._engine.abort_requests()
         except EngineError as error:
@@ -277,21 +320,24 @@ class ExternalServer:
 
     async def _answer(self, wire: Wire, session: _Session, client: EngineClient, message: dict[str, Any]) -> None:
         answer: dict[str, Any] = {"number": message["number"]}
-        if session.version != message["version"]:
-            answer["lost"] = f"it has weights of version {session.version}, not {message['version']}"
-        else:
-            client.weight_version, client.should_request_masks = message["version"], message["masks"]
-            images = {"images": message["images"]} if message["images"] else {}
-            try:
+        try:
+            if session.version != message["version"]:
+                answer["lost"] = f"it has weights of version {session.version}, not {message['version']}"
+            else:
+                client.weight_version, client.should_request_masks = message["version"], message["masks"]
+                images = {"images": message["images"]} if message["images"] else {}
                 answer["generation"] = await client.generate(
                     message["ids"], message["params"], message["recorded"], **images
                 )
-            except RequestFailed as failure:
-                answer["failed"] = str(failure)
-            except RuntimeError as error:
-                answer["lost"] = str(error)
+        except RequestFailed as failure:
+            answer["failed"] = str(failure)
+        except Exception as error:  # whoever waits must get an answer
+            answer["lost"] = str(error) if isinstance(error, RuntimeError) else repr(error)
         with contextlib.suppress(WireError):
-            await wire.send_async(answer)
+            try:
+                await wire.send_async(answer)
+            except EncodingError as error:
+                await wire.send_async({"number": message["number"], "lost": repr(error)})
 
 
 def _forget(tasks: dict[int, asyncio.Task[None]], number: int, task: asyncio.Task[None]) -> None:
@@ -305,12 +351,18 @@ async def _beat(wire: Wire) -> None:
             await asyncio.sleep(HEARTBEAT_S)
 
 
+def hash_data(data: torch.Tensor) -> bytes:
+    """Return the hash of weights, [n] uint8 on the host, that nobody can find other bytes for."""
+    return hashlib.blake2b(data.numpy().data, digest_size=32).digest()
+
+
 class _WeightSync:
     """One engine rank's side of the weight syncs of a session. Its orders, each answered by {"errors": [text]}:
 
     {"do": "ping"}: nothing.
     {"do": "begin", "bytes": n}: opens a weight sync with a bucket of n bytes.
-    {"do": "write", "order": order, "draft": bool, "bytes": n}, and n bytes: an order of `weight_loader.py`.
+    {"do": "write", "order": order, "draft": bool, "bytes": n, "hash": h}, and n bytes with the hash h of `hash_data`:
+    an order of `weight_loader.py`.
     {"do": "finish"}: everything is written.
     {"do": "commit", "version": v}, to the first rank alone, after all have finished: the engine now has this version;
     with None the sync has failed.
@@ -338,6 +390,8 @@ class _WeightSync:
         if order["do"] == "write":
             size = order["bytes"]
             wire.receive_data(self._staging[:size])
+            if hash_data(self._staging[:size]) != order["hash"]:
+                raise WireError("weights do not have the hash of their order")
             self._bucket[:size].copy_(self._staging[:size])
             sender(self._bucket, order["order"], order["draft"])
             sender.wait_pending()

@@ -2,8 +2,8 @@
 
 Both ends know a secret (`job_secret.external_key`). Each connection starts with a random number from either end, from
 which both derive its key. Every message is a length of 8 bytes and a value of `parallel.encoding`, sealed with that key
-for its direction and its number, so that nobody can forge, repeat or reorder messages. Weights follow their order
-unsealed, like tensors between ranks: the engine compares hashes of what it has written.
+for its direction and its number, so that nobody can forge, repeat or reorder messages. Weights follow their order,
+which has their hash.
 """
 
 from __future__ import annotations
@@ -11,22 +11,34 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import os
 import secrets
 import socket
 import struct
+import time
 from typing import Any
 
 import torch
 
+from megarl.config import ConfigError
 from megarl.parallel import encoding, job_secret
 from megarl.parallel.job_secret import ForgedError
+from megarl.parallel.rendezvous import PUBLIC_NETWORK_ENV
+from megarl.utils.addresses import is_public
 
 _NONCE_BYTES = 32
 _LENGTH = struct.Struct("<Q")
 _MAX_HELLO_BYTES, _MAX_BYTES = 1 << 20, 1 << 34
 """Largest message of a peer that has not proven that it knows the secret, and of one that has."""
 CONNECT_TIMEOUT_S = 10.0
-"""Seconds for a connection and its first two messages."""
+"""Seconds for a connection, and from there to the end of the first message that arrives."""
+_TCP_OPTIONS = {
+    socket.TCP_KEEPIDLE: 30,
+    socket.TCP_KEEPINTVL: 10,
+    socket.TCP_KEEPCNT: 3,
+    socket.TCP_USER_TIMEOUT: 60_000,  # milliseconds
+}
+"""A machine that has vanished is noticed within a minute."""
 
 
 class WireError(RuntimeError):
@@ -37,13 +49,28 @@ def parse_address(text: str) -> tuple[str, int]:
     """Return host and port of `HOST:PORT`, or `[IPV6]:PORT`. Raises ValueError."""
     host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not host or not (port.isascii() and port.isdecimal()) or not 0 < int(port) < 1 << 16:
+    try:
+        is_name = bool(host.encode("idna")) and "\0" not in host
+    except UnicodeError:  # such as two dots in a row
+        is_name = False
+    if not is_name or not (port.isascii() and port.isdecimal()) or not 0 < int(port) < 1 << 16:
         raise ValueError(f"{text[:80]!r} is not HOST:PORT")
     return host, int(port)
 
 
+def check_peer(address: str, connection: socket.socket) -> None:
+    """Raise WireError if a connection to `address` goes to the public internet, unless a firewall protects it."""
+    peer = str(connection.getpeername()[0])
+    if is_public(peer) and os.environ.get(PUBLIC_NETWORK_ENV) != "1":
+        raise WireError(
+            f"{address} is {peer}, an address of the public internet, and weights are sent there unencrypted; export "
+            f"{PUBLIC_NETWORK_ENV}=1 if a firewall protects it"
+        )
+
+
 class Wire:
-    """One end of a connection. Not thread-safe. Every method but `encode` raises WireError.
+    """One end of a connection. Not thread-safe. Every method raises WireError; those that encode a value also raise
+    EncodingError, if it is not plain data.
 
     Before `open_streams` use the blocking calls, after it `send_async` and `receive_async`.
     """
@@ -53,36 +80,45 @@ class Wire:
         self._connection = connection
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
-        connection.settimeout(CONNECT_TIMEOUT_S)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._timeout: float | None = CONNECT_TIMEOUT_S
+        self._first_deadline: float | None = time.monotonic() + CONNECT_TIMEOUT_S
         nonce = secrets.token_bytes(_NONCE_BYTES)
         other = bytearray(_NONCE_BYTES)
         self._is_server, self._sent, self._received = is_server, 0, 0
         try:
-            connection.sendall(nonce)
-            self._receive_into(memoryview(other))
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            if connection.family in (socket.AF_INET, socket.AF_INET6):
+                for option, value in _TCP_OPTIONS.items():
+                    connection.setsockopt(socket.IPPROTO_TCP, option, value)
+            secret = job_secret.external_key()
+            self._send(nonce)
+            self._receive_into(memoryview(other), self._first_deadline)
+        except ConfigError as error:
+            raise WireError(str(error)) from None
         except OSError as error:
             raise WireError(f"the connection failed: {error}") from None
         both = bytes(other) + nonce if is_server else nonce + bytes(other)
-        self._key = hashlib.blake2b(both, key=job_secret.external_key(), digest_size=32).digest()
+        self._key = hashlib.blake2b(both, key=secret, digest_size=32).digest()
 
     @staticmethod
     def connect(address: str) -> Wire:
-        """Connect to a server at HOST:PORT."""
-        host, port = parse_address(address)
+        """Connect to a server at HOST:PORT, unless that is a name for an address of the public internet."""
         try:
-            connection = socket.create_connection((host, port), CONNECT_TIMEOUT_S)
+            connection = socket.create_connection(parse_address(address), CONNECT_TIMEOUT_S)
         except OSError as error:
             raise WireError(f"nothing answers at {address} ({error.strerror or error})") from None
+        except ValueError as error:
+            raise WireError(str(error)) from None
         try:
+            check_peer(address, connection)
             return Wire(connection, is_server=False)
-        except WireError:
+        except (WireError, OSError) as error:
             connection.close()
-            raise
+            raise WireError(str(error)) from None
 
     def set_timeout(self, seconds: float | None) -> None:
         """Set how long each blocking call may take; None for ever."""
-        self._connection.settimeout(seconds)
+        self._timeout, self._first_deadline = seconds, None
 
     def close(self) -> None:
         """Hang up. Idempotent, and callable from any thread: a call that waits in another one fails.
@@ -103,19 +139,20 @@ class Wire:
     def send_encoded(self, message: bytes, data: torch.Tensor | None = None) -> None:
         """Send a message of `encode`."""
         try:
-            self._connection.sendall(message)
+            self._send(message)
             if data is not None:
-                self._connection.sendall(data.numpy().data)
+                self._send(data.numpy().data)
         except OSError as error:
             raise WireError(f"the connection failed: {error}") from None
 
     def receive(self) -> Any:
         """Return the next value."""
         head = bytearray(_LENGTH.size)
+        deadline = self._next_deadline
         try:
-            self._receive_into(memoryview(head))
+            self._receive_into(memoryview(head), deadline)
             content = bytearray(self._check_length(head))
-            self._receive_into(memoryview(content))
+            self._receive_into(memoryview(content), deadline)
         except OSError as error:
             raise WireError(f"the connection failed: {error}") from None
         return self._decode(content)
@@ -123,12 +160,27 @@ class Wire:
     def receive_data(self, target: torch.Tensor) -> None:
         """Receive the bytes that follow a value into `target`, [n] uint8 on the host."""
         try:
-            self._receive_into(target.numpy().data)
+            self._receive_into(target.numpy().data, self._next_deadline)
         except OSError as error:
             raise WireError(f"the connection failed: {error}") from None
 
-    def _receive_into(self, view: memoryview) -> None:
+    @property
+    def _next_deadline(self) -> float | None:
+        """When a message must be complete that is awaited now, however slowly its bytes come; by time.monotonic."""
+        if self._first_deadline is not None and not self._received:
+            return self._first_deadline
+        return None if self._timeout is None else time.monotonic() + self._timeout
+
+    def _send(self, data: bytes | memoryview) -> None:
+        self._connection.settimeout(self._timeout)  # of `sendall`, for all of the data
+        self._connection.sendall(data)
+
+    def _receive_into(self, view: memoryview, deadline: float | None) -> None:
         while len(view):
+            seconds = None if deadline is None else deadline - time.monotonic()
+            if seconds is not None and seconds <= 0:
+                raise TimeoutError("timed out")
+            self._connection.settimeout(seconds)
             if not (count := self._connection.recv_into(view)):
                 raise ConnectionResetError("the other end has hung up")
             view = view[count:]
@@ -167,9 +219,10 @@ class Wire:
     # --- messages
 
     def encode(self, value: Any) -> bytes:
-        """Return the next message to send."""
+        """Return the next message to send. Raises EncodingError, which leaves the connection as it was."""
+        encoded = encoding.encode(value)
         purpose, self._sent = f"external {self._is_server} {self._sent}", self._sent + 1
-        content = job_secret.seal(encoding.encode(value), purpose, self._key)
+        content = job_secret.seal(encoded, purpose, self._key)
         return _LENGTH.pack(len(content)) + content
 
     def _check_length(self, head: bytes | bytearray) -> int:

@@ -170,7 +170,10 @@ class HTTPEngine:
         }
         path = os.environ.get(HOST_VARIABLE, "")
         if not path:
-            self._host = self._host or self._start_host()
+            try:
+                self._host = self._host or self._start_host()
+            except OSError as error:
+                raise EngineError(f"{self.name}: its host process cannot be started ({error})") from None
             path = self._host.path
         try:
             self._server = HostedServer(path, launch.module, self.log, launch.environment, settings, launch.python)

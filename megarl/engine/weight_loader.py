@@ -41,7 +41,7 @@ import torch
 from megarl.engine.engine_protocol import EngineError
 from megarl.models.fp8 import BLOCK, FP8, SCALE_SUFFIX, block_amax, compute_scales, dequantise, quantise
 from megarl.models.layout_algebra import matrix_shape
-from megarl.models.lora_tables import merge_adapter
+from megarl.models.lora_tables import MERGED_AT_ONCE, merge_adapter
 from megarl.parallel import device, shared_memory
 from megarl.processes.temp_folders import TempFolder
 from megarl.reshard.run.copies import device_hashes, pack, unpack
@@ -340,26 +340,35 @@ def merge_adapters(tensors: Mapping[str, torch.Tensor], adapted: AdaptedModel, o
     For the entries of "merges" see `reshard.plan.adapters.Merge`. An FP8 tensor is dequantised to bfloat16 first, and
     quantised again; no part begins or ends within a block.
     """
-    for name, index, dim, offset, a_name, b_name in order["merges"]:
-        a, b = (_entry(adapted.factors[factor], index) for factor in (a_name, b_name))
-        size = a.shape[1] if dim else b.shape[0]
-        target, base = (_entry(side[name], index).narrow(dim, offset, size) for side in (tensors, adapted.base))
-        base = base.to(target.device)
-        if target.dtype != FP8:
-            target.copy_(merge_adapter(base, a, b, order["scale"]))
-            continue
-        first, count = offset // BLOCK, -(-size // BLOCK)
-        scales, base_scales = (
-            _entry(side[name + SCALE_SUFFIX], index).narrow(dim, first, count) for side in (tensors, adapted.base)
+    for name, first, count, dim, offset, a_name, b_name in order["merges"]:
+        a, b = (_entries(adapted.factors[factor], first, count) for factor in (a_name, b_name))
+        size = a.shape[-1] if dim else b.shape[-2]
+        target, base = (
+            _entries(side[name], first, count).narrow(dim - 2, offset, size) for side in (tensors, adapted.base)
         )
-        merged = merge_adapter(dequantise(base, base_scales.to(target.device)), a, b, order["scale"])
-        scales.copy_(compute_scales(block_amax(merged, 0, 0, scales.shape)))
-        target.copy_(quantise(merged, scales, 0, 0))
+        scales = base_scales = target  # only FP8 has them
+        if target.dtype == FP8:
+            blocks = dim - 2, offset // BLOCK, -(-size // BLOCK)
+            scales, base_scales = (
+                _entries(side[name + SCALE_SUFFIX], first, count).narrow(*blocks) for side in (tensors, adapted.base)
+            )
+        step = max(1, MERGED_AT_ONCE // target[0].numel())
+        for start in range(0, len(target), step):
+            part = slice(start, start + step)
+            weights = base[part].to(target.device)
+            if target.dtype != FP8:
+                target[part].copy_(merge_adapter(weights, a[part], b[part], order["scale"]))
+                continue
+            weights = torch.stack(list(map(dequantise, weights, base_scales[part].to(target.device))))
+            merged = merge_adapter(weights, a[part], b[part], order["scale"])
+            for entry, weight in enumerate(merged, start):
+                scales[entry].copy_(compute_scales(block_amax(weight, 0, 0, scales[entry].shape)))
+                target[entry].copy_(quantise(weight, scales[entry], 0, 0))
 
 
-def _entry(tensor: torch.Tensor, index: int) -> torch.Tensor:
-    """Return an expert's entry of a stack, or the whole tensor for -1."""
-    return tensor if index == -1 else tensor[index]
+def _entries(tensor: torch.Tensor, first: int, count: int) -> torch.Tensor:
+    """Return some experts' entries of a stack, or the whole tensor as a stack of one if `first` is -1."""
+    return tensor[None] if first == -1 else tensor[first : first + count]
 
 
 def writable_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -176,7 +176,7 @@ def add_adapters(model: GPTModel, hf: Mapping[str, Any], config: Config) -> None
     layers = []
     for module, weights in weights_by_module.items():
         pairs = [_init_factors(weight, config, model.config) for weight in weights]
-        layer = Adapter(weights, pairs, config.lora.alpha / config.lora.rank, _tp_size_and_rank(weights[0])[0])
+        layer = Adapter(weights, pairs, config.lora.scale, _tp_size_and_rank(weights[0])[0])
         module.register_forward_hook(layer.hook)
         layers.append(layer)
     model.adapters = Adapters(layers, family.num_experts(hf))

@@ -201,7 +201,7 @@ class MegatronModel:
         settings = self.config.lora
         if not settings.rank:
             return self.local_params()
-        return MergedWeights(self.local_params(), self.local_adapters(), settings.alpha / settings.rank)
+        return MergedWeights(self.local_params(), self.local_adapters(), settings.scale)
 
     def load_shards(self, get: ShardLoader) -> None:
         """Fill every local parameter with the shard `get(param, parts, part)`, cut as by `layout_algebra.split_param`.

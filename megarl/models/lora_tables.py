@@ -25,7 +25,7 @@ from megarl.models.layout_algebra import Dim1Sharding, HFTensor, Param, Replicat
 from megarl.models.registry import part_of
 
 LORA_A, LORA_B = "lora_a", "lora_b"
-_MERGED_AT_ONCE = 1 << 22
+MERGED_AT_ONCE = 1 << 22
 """Elements that are merged at a time: all ranks are added while they are in the cache of a GPU."""
 PEFT_PREFIX = "base_model.model."
 """Prefix of HF names in PEFT's files, from its model wrappers."""
@@ -97,13 +97,16 @@ def merge_adapter(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale:
     """Return W + scale * B A, summed in fp32, in the weight's dtype.
 
     Each element is computed from its row of B and its column of A alone, in the order of ranks, where a matrix product
-    may sum in an order that depends on the shape. So a part of a weight gets the bits of that part of the whole.
+    may sum in an order that depends on the shape. So a part of a weight gets the bits of that part of the whole, and a
+    stack of weights those of each.
+
+    weight: [rows, columns], or [experts, rows, columns]. a: [rank, columns]. b: [rows, rank]. Both are stacked like it.
     """
     merged, b, a = weight.to(torch.float32, copy=True), b.float() * scale, a.float()
-    rows = max(1, _MERGED_AT_ONCE // weight.shape[1])
-    for part, b_part in zip(merged.split(rows), b.split(rows), strict=True):
-        for rank in range(len(a)):
-            part.addcmul_(b_part[:, rank : rank + 1], a[rank : rank + 1])
+    rows = max(1, MERGED_AT_ONCE // (weight.shape[:-2].numel() * weight.shape[-1]))
+    for part, b_part in zip(merged.split(rows, -2), b.split(rows, -2), strict=True):
+        for rank in range(a.shape[-2]):
+            part.addcmul_(b_part[..., rank : rank + 1], a[..., rank : rank + 1, :])
     return merged.to(weight.dtype)
 
 

@@ -265,12 +265,12 @@ def plan_memory(
         if requirements.has_rollout and requirements.trained_roles and config.train.offload and states:
             host["states, while generating"] = sum(states[name] for name in states if "gradients" not in name)
         if engine and syncs_adapters(config):
-            host["engine weights without adapters"] = adapted_bytes(hf, config, size)
+            host["engine weights before merging"] = adapted_bytes(hf, config, size)
         if engine and sleeps_with_weights(config, requirements.roles, "rollout"):
             host["engine weights, asleep"] = engine["engine weights"]
         for role, parts in other_engines.items():
             if split_role(role)[1] and syncs_adapters(own := policy_config(config, role)):
-                host[f"{role} weights without adapters"] = adapted_bytes(other_models[role], own, size)
+                host[f"{role} weights before merging"] = adapted_bytes(other_models[role], own, size)
             if sleeps_with_weights(config, requirements.roles, role):
                 host[f"{role} weights, asleep"] = parts[f"{role} weights"]
         offloaded, weight_sync = requirements.has_rollout and config.train.offload, syncs.pop("actor", {})

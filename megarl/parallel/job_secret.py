@@ -90,12 +90,12 @@ def external_key() -> bytes:
 
     A job's own secret cannot be it: a launcher makes a new one for each start.
     """
-    key = _key_from_environment(EXTERNAL_SECRET_ENV) or _user_key()
+    key = _key_from_environment(EXTERNAL_SECRET_ENV) or _user_key(EXTERNAL_SECRET_ENV)
     return hashlib.blake2b(b"external engines", key=key, digest_size=32).digest()
 
 
 def _base_key(is_alone: bool) -> bytes:
-    return _key_from_environment(SECRET_ENV) or (secrets.token_bytes(32) if is_alone else _user_key())
+    return _key_from_environment(SECRET_ENV) or (secrets.token_bytes(32) if is_alone else _user_key(SECRET_ENV))
 
 
 def _key_from_environment(name: str) -> bytes:
@@ -107,7 +107,8 @@ def _key_from_environment(name: str) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=32).digest()
 
 
-def _user_key() -> bytes:
+def _user_key(variable: str) -> bytes:
+    """Return the key of the user's secret. Raises ConfigError, which names the environment variable to set instead."""
     file = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "megarl" / "secret"
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -121,8 +122,7 @@ def _user_key() -> bytes:
         status, text = file.stat(), file.read_text()
     except OSError as error:
         raise ConfigError(
-            f"{file} cannot be read or written ({error.strerror}): set {SECRET_ENV} to the same random text on all "
-            "nodes"
+            f"{file} cannot be read or written ({error.strerror}): set {variable} to the same random text on all nodes"
         ) from None
     if status.st_uid != os.getuid() or status.st_mode & 0o077 or len(text) < _MIN_LENGTH:
         raise ConfigError(f"{file} can be read by others, or is not yours: remove it, and a new one is created")

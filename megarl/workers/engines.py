@@ -74,6 +74,7 @@ class Engines:
         """The engines outside of the job that this rank's engine feeds; None without an actor."""
         self.external_addresses: Sequence[str] = ()
         """Those of all external engines; the same on all ranks."""
+        self._had_external = False
         self.version = 0
         self._actor: ActorWorker | None = None
         """The actor whose weights the engines have; None while they have those that they loaded."""
@@ -287,8 +288,9 @@ class Engines:
                     self.weight_sync.verify_next()
             self.weight_sync.sync({} if actor.model is None else actor.model.merged_params(), self.version)
             lost = self.recovery.exchange_losses()
-        if self.external_addresses:
+        if self.external_addresses or self._had_external:
             self.log_external()
+            self._had_external = bool(self.external_addresses)
         self.recovery.on_weight_sync(not lost)
         return not lost
 

@@ -20,7 +20,7 @@ from megarl.models.registry import family_of, num_trained_mtp
 from megarl.parallel import device
 from megarl.parallel.policy_configs import syncs_adapters, syncs_changes
 from megarl.parallel.ranks import Job, all_gather_objects, host_group, new_host_group
-from megarl.reshard.plan.adapters import factor_shapes, list_merges
+from megarl.reshard.plan.adapters import factor_shapes, keeps_codes, list_merges
 from megarl.reshard.plan.from_config import build_plan
 from megarl.reshard.plan.layout import (
     find_digest_mismatch,
@@ -30,7 +30,6 @@ from megarl.reshard.plan.layout import (
     find_shard_problems,
     is_shared_expert,
     plan_digest,
-    planes,
 )
 from megarl.reshard.plan.planner import ReshardPlan
 from megarl.reshard.run.executor import Executor, WeightSyncError, is_fully_verified
@@ -71,6 +70,7 @@ class WeightSync:
         """The weights whose adapters alone are sent; empty if all weights are sent."""
         if syncs_adapters(config):
             self.adapted = [part for row in adapted_weights(rows, config.lora.target_modules) for part in row.by_slot()]
+        self._adapted_names = {weight.megatron for weight in self.adapted}
         self.train_ranks, self.engine_ranks = train_ranks, engine_ranks
         self.backend = engine_backend(config)
         self.plan = build_plan(hf, config, self.backend.layout(hf, config), train_ranks, engine_ranks)
@@ -81,9 +81,11 @@ class WeightSync:
         )
         self.is_member = job.rank in self.member_ranks
         self.engine_rank = self.plan.rank_map.engine_rank(job.rank)
-        self.executor: Executor | None = None
+        self.weight_executor: Executor | None = None
         """Sends all weights; with `rollout.sync_adapters_only` only for comparison."""
         self.adapter_executor: Executor | None = None
+        self._adapter_orders: dict[str, list[tuple[dict[str, Any], bool]]] = {}
+        """What to keep and what to merge, see `_list_adapter_orders`; of the plan, like the executors."""
         self.num_syncs = 0
         """Syncs since `verify_next`; counted on all ranks, including non-members."""
         self.is_checked = False
@@ -93,6 +95,8 @@ class WeightSync:
         self.sent_bytes, self.whole_bytes = 0, 0
         """Bytes that all ranks sent between nodes in the last weight sync, and would have sent with whole messages.
         Counted with `rollout.sync_changes_only`."""
+        self._rank_bytes = [0, 0]
+        """Likewise of this rank."""
         self._check_digest()
 
     def _check_digest(self) -> None:
@@ -138,15 +142,15 @@ class WeightSync:
             return True
         where = f"the weight sync of version {version}"
         self._has_lost_engine = False
-        weights = local.weights if isinstance(local, MergedWeights) else local
-        sent = self._select_sent(local)
+        weights, sent = self._split(local)
         problems = find_shard_problems(weights, self.params, self.plan.train, self.job.rank, self.num_experts)
         self._raise_if_any(problems + find_nonfinite(sent, self.job.rank), where)
         problems, lost = self._gather_live_problems(self._run_on_engine(lambda engine: engine.begin_update()))
         self.sent_bytes = self.whole_bytes = 0
-        has_base = self._sending is not None and self._sending.has_base
-        if self._sending is not None and has_base and self._gather_engines() != self._base_engines:
-            self._sending.drop_base()
+        self._rank_bytes = [0, 0]
+        has_base = self.sync_executor is not None and self.sync_executor.has_base
+        if self.sync_executor is not None and has_base and self._gather_engines() != self._base_engines:
+            self.sync_executor.drop_base()
             has_base = False
         if not (problems or lost):
             sender = self._make_sender()
@@ -170,11 +174,11 @@ class WeightSync:
             raise ConfigError(f"{where}: {problems[0]}")
         self.is_checked = self.is_checked or succeeded
         is_complete = not (lost or lost_at_end)
-        if self.sends_changes and self._sending is not None:
+        if self.sends_changes and self.sync_executor is not None:
             if is_complete:
-                self._sending.keep_base(sent)
+                self.sync_executor.keep_base(sent)
                 self._base_engines = self._gather_engines()
-            counts = self._gather((self._sending.sent_bytes, self._sending.whole_bytes))
+            counts = self._gather(self._rank_bytes)
             self.sent_bytes, self.whole_bytes = (sum(column) for column in zip(*counts, strict=True))
         return is_complete
 
@@ -190,7 +194,7 @@ class WeightSync:
         layout = replace(self.plan.engine, experts=placements)
         if layout != self.plan.engine:
             self.plan = build_plan(self.hf, self.config, layout, self.train_ranks, self.engine_ranks)
-            self.executor = None
+            self.weight_executor = None
             self.verify_next()
         self._check_digest()
 
@@ -199,9 +203,9 @@ class WeightSync:
         return self._gather(None if self.engine is None else (self.engine.weight_version, self.engine.start_number))
 
     @property
-    def _sending(self) -> Executor | None:
+    def sync_executor(self) -> Executor | None:
         """What sends in each weight sync; None before the first."""
-        return self.adapter_executor if self.adapted else self.executor
+        return self.adapter_executor if self.adapted else self.weight_executor
 
     def _send(self, local: Mapping[str, torch.Tensor], sender: WeightSender, version: int) -> None:
         if self.adapted:
@@ -218,9 +222,9 @@ class WeightSync:
     def _send_weights(
         self, local: Mapping[str, torch.Tensor], sender: WeightSender, version: int, compare: bool = False
     ) -> None:
-        if self.executor is None:
-            self.executor = self._make_executor(self.plan)
-        self._run_executor(self.executor, local, sender, version, compare)
+        if self.weight_executor is None:
+            self.weight_executor = self._make_executor(self.plan)
+        self._run_executor(self.weight_executor, local, sender, version, compare)
 
     def _send_adapters(self, local: Mapping[str, torch.Tensor], sender: WeightSender, version: int) -> None:
         """Send the adapters, have the engines merge them, and compare the result with what would have been sent in the
@@ -229,22 +233,28 @@ class WeightSync:
             layout = self.plan.engine
             plan = build_plan(self.hf, self.config, layout, self.train_ranks, self.engine_ranks, adapters=True)
             self.adapter_executor = self._make_executor(plan)
-        for order, draft in self._adapter_orders("keep"):
+            self._adapter_orders = {action: list(self._list_adapter_orders(action)) for action in ("keep", "merge")}
+        for order, draft in self._adapter_orders["keep"]:
             sender.send_order(order, draft)
-        self._run_executor(self.adapter_executor, self._select_sent(local), sender, version)
-        for order, draft in self._adapter_orders("merge"):
+        self._run_executor(self.adapter_executor, self._split(local)[1], sender, version)
+        for order, draft in self._adapter_orders["merge"]:
             sender.send_order(order, draft)
         if self.is_verified:
             self._send_weights(local, sender, version, compare=True)
-            if wrong := self._select_mismatches(sender):
+            if wrong := sender.mismatches:
                 text = "the engine's weights with the adapters merged differ from the trainer's"
                 sender.errors.append(f"{text}: {', '.join(wrong[:3])} ({len(wrong)})")
 
-    def _select_sent(self, local: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Return what this rank sends in each weight sync: its weights, or its adapters alone."""
-        return local.adapters if self.adapted and isinstance(local, MergedWeights) else local
+    def _split(
+        self, local: Mapping[str, torch.Tensor]
+    ) -> tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]:
+        """Return this rank's weights without adapters, and what it sends in each sync: adapters alone, or all weights
+        with adapters merged."""
+        if not isinstance(local, MergedWeights):
+            return local, local
+        return local.weights, local.adapters if self.adapted else local
 
-    def _adapter_orders(self, action: str) -> Iterator[tuple[dict[str, Any], bool]]:
+    def _list_adapter_orders(self, action: str) -> Iterator[tuple[dict[str, Any], bool]]:
         """Yield the order to keep or to merge for each model of this rank's engine, and whether it is the draft."""
         if self.engine_rank is None:
             return
@@ -254,28 +264,19 @@ class WeightSync:
             weights = [weight for weight in self.adapted if weight.slot and weight.slot.is_draft == draft]
             if action == "merge":
                 merges = list_merges(weights, layout, position, self.num_experts)
-                yield {"do": action, "scale": lora.alpha / lora.rank, "merges": merges}, draft
+                yield {"do": action, "scale": lora.scale, "merges": merges}, draft
                 continue
             names = sorted({slot.name for weight in weights if (slot := layout.slot_of(weight))})
             shapes = factor_shapes(weights, lora.rank, layout, position, self.num_experts)
             yield {"do": action, "tensors": names, "factors": {k: [dtype, v] for k, v in shapes.items()}}, draft
 
-    def _select_mismatches(self, sender: WeightSender) -> list[str]:
-        """Return the tensors that a comparison found to differ.
-
-        A quantised engine that gets adapters alone keeps the scales of the checkpoint for weights without adapters,
-        which differ from those of a new quantisation.
-        """
-        if not self.adapted or self.plan.assignment.wire not in ("fp8", "int4"):
-            return sender.mismatches
-        wire, layout = self.plan.assignment.wire, self.plan.engine
-        adapted = {slot.name for weight in self.adapted if (slot := layout.slot_of(weight))}
-        slots = [(param, slot) for param in self.params if (slot := layout.slot_of(param)) and slot.name not in adapted]
-        kept = {slot.name + p.suffix for param, slot in slots if len(sent := planes(param, wire)) > 1 for p in sent}
-        return [name for name in sender.mismatches if name not in kept]
+    def _is_compared(self, param: Param) -> bool:
+        """Return whether the engines must have the bits of this weight that the trainer would send."""
+        return not self.adapted or not keeps_codes(param, self._adapted_names, self.plan.assignment.wire)
 
     def _make_executor(self, plan: ReshardPlan) -> Executor:
-        return Executor(plan, self.job.rank, self.config.rollout.verify_weights_every, device.allocate_shared)
+        period = self.config.rollout.verify_weights_every
+        return Executor(plan, self.job.rank, period, device.allocate_shared, self._is_compared)
 
     def _run_executor(
         self,
@@ -309,6 +310,8 @@ class WeightSync:
             if isinstance(error, WeightSyncError):
                 raise ConfigError(str(error)) from error  # a rank is lost, so ranks cannot agree on an error
             raise
+        self._rank_bytes[0] += executor.sent_bytes
+        self._rank_bytes[1] += executor.whole_bytes
         sender.close()
 
     def _make_sender(self) -> WeightSender:
@@ -333,14 +336,14 @@ class WeightSync:
         self._send_weights(local, sender, version, compare=True)
         self._raise_if_any(sender.errors, where)
         self._run_on_engine(lambda engine: engine.end_update(None))
-        return sorted({name for names in self._gather(self._select_mismatches(sender)) for name in names})
+        return sorted({name for names in self._gather(sender.mismatches) for name in names})
 
     def verify_next(self) -> None:
         """Request full verification of the next weight sync. Call on all ranks."""
         self.num_syncs = 0
-        if self._sending is not None:
-            self._sending.num_syncs = 0
-            self._sending.drop_base()
+        if self.sync_executor is not None:
+            self.sync_executor.num_syncs = 0
+            self.sync_executor.drop_base()
 
     @property
     def _draft_flags(self) -> tuple[bool, ...]:

@@ -146,6 +146,12 @@ def test_checks_addresses_of_external_engines(
         check_external(config, load_requirements(config))
 
 
+def test_external_engines_need_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGARL_ENGINE_SECRET", "short")
+    with pytest.raises(ConfigError, match="MEGARL_ENGINE_SECRET has 5 characters: set it to 16"):
+        check_external(config := make_config(external=["10.0.0.5:7000"]), load_requirements(config))
+
+
 def test_external_engines_need_a_trainer() -> None:
     config = from_dict({"algorithm": "generate", "rollout": {"external": ["10.0.0.5:7000"]}})
     with pytest.raises(ConfigError, match="rollout.external with algorithm=generate: .* nothing trains here"):
@@ -154,14 +160,16 @@ def test_external_engines_need_a_trainer() -> None:
 
 def test_external_engines_get_whole_weights() -> None:
     config = make_config(external=["10.0.0.5:7000"], sync_adapters_only=True)
-    with pytest.raises(ConfigError, match="rollout.external with rollout.sync_adapters_only: .* set the second"):
+    with pytest.raises(
+        ConfigError, match="rollout.external with rollout.sync_adapters_only is not implemented: .* set the second"
+    ):
         check_external(config, load_requirements(config))
 
 
 def test_external_engines_keep_their_experts_in_order() -> None:
     """At the start, and where a control file adds them during the run."""
     config = make_config(external=["10.0.0.5:7000"], rebalance_experts_every=1)
-    declared, message = load_requirements(config), "rollout.external with rollout.rebalance_experts_every: .* set one"
+    declared, message = load_requirements(config), "rebalance_experts_every is not implemented: .* set one"
     with pytest.raises(ConfigError, match=message):
         check_external(config, declared)
     with pytest.raises(ConfigError, match=message):

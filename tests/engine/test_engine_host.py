@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import socket
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_models
+from engine_config import make_config
 
 from megarl.config import from_dict
-from megarl.engine.engine_host import HostProcess, secret_variables
+from megarl.engine.engine_backends import engine_backend
+from megarl.engine.engine_host import HOST_VARIABLE, HostProcess, secret_variables
+from megarl.engine.engine_protocol import EngineError
 
 
 def test_hides_secrets_and_torchrun_variables_from_engines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,3 +65,24 @@ def test_gives_up_on_a_host_that_keeps_exiting(
     restarts = [f"{prefix} ended (exit status 3) and is restarted"] * 3
     assert lines == [*restarts, f"{prefix} ended 4 times within 60 s each, and is not restarted"]
     assert not Path(host.path).parent.exists()
+
+
+def test_a_host_that_cannot_start_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders: list[str] = []
+    mkdtemp = tempfile.mkdtemp
+
+    def record(*args: Any, **kwargs: Any) -> str:
+        folders.append(mkdtemp(*args, **kwargs))
+        return folders[-1]
+
+    monkeypatch.setattr(tempfile, "mkdtemp", record)
+    monkeypatch.delenv(HOST_VARIABLE, raising=False)
+    missing = str(tmp_path / "python")
+    with pytest.raises(FileNotFoundError):
+        HostProcess({}, python=missing)
+    path = tiny_models.save(tiny_models.qwen3(), tmp_path / "model")
+    config = make_config(path, tmp_path / "run", engine="vllm")
+    monkeypatch.setattr("megarl.engine.vllm.vllm_engine.interpreter", lambda: missing)
+    with pytest.raises(EngineError, match="engine 0: its host process cannot be started .*No such file"):
+        engine_backend(config).make_engine(config).start()
+    assert len(folders) == 2 and not any(Path(folder).exists() for folder in folders)

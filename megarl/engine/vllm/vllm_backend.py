@@ -29,14 +29,14 @@ class VLLMBackend:
         vllm_settings.check_sampling(config)
 
     def check_installed(self) -> None:
-        vllm_settings.check_installed()
-
-    def check_platform(self, config: Config) -> None:
         if device.has_cuda():
             raise ConfigError(
                 "rollout.engine=vllm has been reviewed on CPUs only, and this machine has a GPU; use "
                 "rollout.engine=sglang"
             )
+        vllm_settings.check_installed()
+
+    def check_platform(self, config: Config) -> None:
         self.check_installed()
 
     def layout(self, hf: HFConfig, config: Config) -> EngineLayout:

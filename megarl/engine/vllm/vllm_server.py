@@ -22,12 +22,10 @@ import pybase64
 from aiohttp import web
 
 from megarl.engine.sglang.sglang_parsers import ParserProcess
+from megarl.engine.vllm.vllm_settings import FAMILIES
 
-MODEL_CLASSES = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM", "Qwen3MoeForCausalLM") + (
-    "DeepseekV3ForCausalLM",
-    "DeepSeekMTPModel",
-)
-"""vLLM's classes of the families in `vllm_settings.HEAD_SIZES`, and of draft models."""
+MODEL_CLASSES = (*FAMILIES, "DeepSeekMTPModel")
+"""vLLM's classes of the families, and of draft models."""
 _NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
 _NAMES |= {"no_stop_trim": "include_stop_str_in_output"}
 """SGLang's names of sampling parameters, and vLLM's."""
@@ -65,10 +63,10 @@ class Refused(Exception):
         self.status = status
 
 
-def sampling_values(given: Mapping[str, Any]) -> dict[str, Any]:
+def sampling_values(params: Mapping[str, Any]) -> dict[str, Any]:
     """Translate SGLang's sampling parameters to vLLM's. Raises Refused for one that is not among them."""
     values: dict[str, Any] = {}
-    for name, value in given.items():
+    for name, value in params.items():
         if name == "top_k":
             values[name] = 0 if value in _ALL_TOKENS else value
         elif name in _NAMES or name in _SAME_NAMES:
@@ -89,7 +87,7 @@ class Server:
 
         install_patches()
         self._settings = settings
-        for_workers = {"folder": settings["folder"], "threads": settings["threads"], "routing": settings["routing"]}
+        for_workers = {name: settings[name] for name in ("folder", "threads", "routing", "request_timeout")}
         arguments = AsyncEngineArgs(**settings["engine_args"], additional_config={SETTINGS: for_workers})
         config = arguments.create_engine_config()
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # the CPU platform has set spawn
@@ -151,7 +149,7 @@ class Server:
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-        from megarl.engine.vllm.vllm_worker import MASK
+        from megarl.engine.vllm.vllm_worker import MASK, TIMED_OUT
 
         body = orjson.loads(await request.read())
         is_stream = bool(body.get("stream"))
@@ -171,23 +169,21 @@ class Server:
         # The key keeps apart the prefix caches of weight versions.
         prompt = tokens_input(list(body["input_ids"]), cache_salt=body.get("extra_key"))
         outputs = self._engine.generate(prompt, params, body.get("rid") or f"request-{next(self._numbers)}")
-        limit = self._settings["request_timeout"]
+        late = f"timeout reached: the request was not finished in {self._settings['request_timeout']:g} s"
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         try:
-            async with asyncio.timeout(limit):
-                async for output in outputs:
-                    if is_stream:
-                        if not response.prepared:
-                            await response.prepare(request)
-                        await _send_event(response, self._make_answer(body, output))
+            async for output in outputs:
+                is_late = output.outputs[0].stop_reason == TIMED_OUT
+                if is_late and not response.prepared:
+                    raise Refused(503, late)
+                if is_stream:
+                    if not response.prepared:
+                        await response.prepare(request)
+                    answer = {"error": {"message": late}} if is_late else self._make_answer(body, output)
+                    await _send_event(response, answer)
             if not is_stream:
                 return _reply(self._make_answer(body, output))
             await response.write(b"data: [DONE]\n\n")
-        except TimeoutError:
-            text = f"timeout reached: the request was not finished in {limit:g} s"
-            if not response.prepared:
-                raise Refused(503, text) from None
-            await _send_event(response, {"error": {"message": text}})
         finally:
             await outputs.aclose()  # aborts the request if it is not finished
         return response

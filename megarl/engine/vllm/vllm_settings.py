@@ -17,7 +17,8 @@ from megarl.models.registry import family_of
 from megarl.reshard.plan.layout import EngineLayout
 
 VERSION = "0.32.0"
-INSTALL_HINT = "install it by MEGARL_VLLM=1 bash launch/install.sh"
+_STAMP = "installed-by-megarl"
+"""Files that launch/install.sh and launch/install_vllm.sh write last, into the environments that they have made."""
 
 
 def _head_dim(hf: HFConfig) -> int:
@@ -72,19 +73,24 @@ _MANAGED = {
 
 
 def interpreter() -> str:
-    """Return the Python of vLLM's environment, beside this one's. Whether it exists says `check_installed`."""
+    """Return the Python of vLLM's environment, within this one's folder. `check_installed` checks that it exists."""
     return str(Path(sys.prefix, "vllm", "bin", "python"))
 
 
 def check_installed() -> None:
-    """Raise ConfigError if vLLM's environment is missing or has another version."""
-    if not Path(interpreter()).exists():
-        raise ConfigError(f"rollout.engine=vllm: vLLM is not installed in {Path(sys.prefix, 'vllm')}; {INSTALL_HINT}")
-    packages = Path(sys.prefix, "vllm", "lib", f"python{sys.version_info[0]}.{sys.version_info[1]}", "site-packages")
-    found = sorted(path.stem.split("-")[1] for path in packages.glob("vllm*.dist-info"))
-    if found != [VERSION]:
-        versions = ", ".join(found) or "no version"
-        raise ConfigError(f"rollout.engine=vllm: {packages} has {versions} of vLLM, not {VERSION}; {INSTALL_HINT}")
+    """Raise ConfigError if vLLM's environment is missing, unfinished or of another version."""
+    folder = Path(sys.prefix, "vllm")
+    command = "MEGARL_VLLM=1 bash launch/install.sh"
+    if not Path(sys.prefix, _STAMP).exists():  # an environment of the user's own
+        command = f"bash launch/install_vllm.sh {sys.prefix}/bin/python, in a checkout of MegaRL"
+    hint = f"install it by {command}"
+    if not (folder / _STAMP).exists() or not Path(interpreter()).exists():
+        raise ConfigError(f"rollout.engine=vllm: vLLM is not installed in {folder}; {hint}")
+    packages = folder / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
+    installed = sorted(path.stem.split("-")[1] for path in packages.glob("vllm*.dist-info"))
+    if installed != [VERSION]:
+        versions = ", ".join(installed) or "no version"
+        raise ConfigError(f"rollout.engine=vllm: {packages} has {versions} of vLLM, not {VERSION}; {hint}")
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:

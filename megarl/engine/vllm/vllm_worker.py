@@ -1,13 +1,15 @@
 """Subclasses of vLLM's worker, model runner, sampler, scheduler and executor.
 
 They enter through vLLM's own arguments (`worker_cls`, `scheduler_cls`, `distributed_executor_backend`, `load_format`),
-and `additional_config` carries MegaRL's settings to them. vLLM itself reports sampling masks and routed experts with
-its V2 model runner only, which needs Triton. Here the V1 runner, which runs on a CPU, feeds the same outputs.
+except that the worker exchanges its runner's class and samplers after `init_device`; docs/patches.md lists all such
+changes. `additional_config` carries MegaRL's settings to them. vLLM itself reports sampling masks and routed experts
+with its V2 model runner only, which needs Triton. Here the V1 runner, which runs on a CPU, feeds the same outputs.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -17,9 +19,12 @@ import numpy as np
 import torch
 from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
 from vllm.distributed.aux_output_connector.worker import AuxOutputWorkerConnector
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.outputs import SamplingMaskLists
+from vllm.v1.request import RequestStatus
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
@@ -31,8 +36,10 @@ from megarl.engine.vllm.vllm_loader import SlotNames, find_layout_oddities, refr
 from megarl.processes.children import die_with_parent
 
 SETTINGS = "megarl"
-"""Key of `additional_config` with MegaRL's settings: "folder" of the engine's files, "threads" of a worker, and whether
-to record "routing"."""
+"""Key of `additional_config` with MegaRL's settings: "folder" of the engine's files, "threads" of a worker, whether to
+record "routing", and "request_timeout" in seconds."""
+TIMED_OUT = "timed out"
+"""Stop reason of a request that ran for more than "request_timeout"."""
 MASK = "mask"
 """Key of a request's `extra_args`: whether to report its sampling masks."""
 
@@ -45,11 +52,11 @@ class MaskSampler(Sampler):
     """A sampler that notes which tokens could have been drawn, where vLLM gathers the log-probs."""
 
     is_mask_wanted = False
-    kept: torch.Tensor | None = None  # [rows, vocabulary] bool
+    masks: torch.Tensor | None = None  # [rows, vocabulary] bool
 
     def gather_logprobs(self, logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> Any:
         """Gather as vLLM does. logprobs: [rows, vocabulary] after truncation, -inf for tokens that cannot be drawn."""
-        self.kept = logprobs > float("-inf") if self.is_mask_wanted else None
+        self.masks = logprobs > float("-inf") if self.is_mask_wanted else None
         return Sampler.gather_logprobs(logprobs, num_logprobs, token_ids)
 
 
@@ -104,17 +111,17 @@ class RecordingRunner(CPUModelRunner):
     def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
         params = [self.requests[name].sampling_params for name in self.input_batch.req_ids]
         self._wants_mask = [bool((each.extra_args or {}).get(MASK)) for each in params]
-        self.sampler.is_mask_wanted, self.sampler.kept = any(self._wants_mask), None
+        self.sampler.is_mask_wanted, self.sampler.masks = any(self._wants_mask), None
         return super()._sample(logits, spec_decode_metadata)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Sample, and add masks and routing to the output."""
-        self.sampler.kept = None
+        self.sampler.masks = None
         output = super().sample_tokens(grammar_output)
         pending, self._pending_routing = self._pending_routing, None
         num_sampled = [len(tokens) for tokens in getattr(output, "sampled_token_ids", [])]
-        if self.sampler.kept is not None and num_sampled:
-            output.sampling_masks = _mask_lists(self.sampler.kept, self._wants_mask, num_sampled)
+        if self.sampler.masks is not None and num_sampled:
+            output.sampling_masks = _mask_lists(self.sampler.masks, self._wants_mask, num_sampled)
         if pending is not None:
             counts = np.array(num_sampled)
             num_rejected = np.where(counts > 0, np.maximum(np.array(self._num_drafts) + 1 - counts, 0), 0)
@@ -123,15 +130,15 @@ class RecordingRunner(CPUModelRunner):
         return output
 
 
-def _mask_lists(kept: torch.Tensor, wants_mask: Sequence[bool], num_sampled: Sequence[int]) -> SamplingMaskLists:
-    """Return the masks of a step. kept: [requests x rows per request, vocabulary]; with drafts a request has several
+def _mask_lists(masks: torch.Tensor, wants_mask: Sequence[bool], num_sampled: Sequence[int]) -> SamplingMaskLists:
+    """Return the masks of a step. masks: [requests x rows per request, vocabulary]; with drafts a request has several
     rows, of which the first `num_sampled` count."""
-    per_request = kept.shape[0] // len(num_sampled)
-    rows, empty, kept_np = [], np.zeros(0, dtype=np.int32), kept.numpy()
+    per_request = masks.shape[0] // len(num_sampled)
+    rows, empty, masks_np = [], np.zeros(0, dtype=np.int32), masks.numpy()
     for number, count in enumerate(num_sampled):
         # Without drafts the scheduler finds a request's row by its index, so each request has one.
         for row in range(count if per_request > 1 else 1):
-            ids = np.nonzero(kept_np[number * per_request + row])[0] if wants_mask[number] else empty
+            ids = np.nonzero(masks_np[number * per_request + row])[0] if wants_mask[number] else empty
             rows.append(ids.astype(np.int32))
     offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows])])
     cumulative = None if per_request == 1 else np.concatenate([[0], np.cumsum(num_sampled)]).tolist()
@@ -139,13 +146,50 @@ def _mask_lists(kept: torch.Tensor, wants_mask: Sequence[bool], num_sampled: Seq
 
 
 class RecordingScheduler(Scheduler):
-    """Passes on sampling masks and routed experts, as vLLM does for its V2 model runner."""
+    """Passes on sampling masks and routed experts, as vLLM does for its V2 model runner, and ends requests that run for
+    more than "request_timeout" seconds. The queue and pauses do not count."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        settings = _settings(self.vllm_config)
         self.return_sampling_mask = True
-        if _settings(self.vllm_config)["routing"]:
+        if settings["routing"]:
             self.aux_output_connector = AuxOutputSchedulerConnector()
+        self._limit: float = settings["request_timeout"]
+        self._started: dict[str, float] = {}  # by request, in the seconds of `_clock`
+        self._paused_at: float | None = None
+        self._paused_seconds = 0.0
+
+    def _clock(self) -> float:
+        """Return seconds that stand still during pauses."""
+        return (self._paused_at or time.monotonic()) - self._paused_seconds
+
+    def set_pause_state(self, pause_state: PauseState) -> None:
+        """Pause or go on."""
+        super().set_pause_state(pause_state)
+        if pause_state == PauseState.PAUSED_ALL:
+            self._paused_at = self._paused_at or time.monotonic()
+        elif self._paused_at is not None:
+            self._paused_seconds += time.monotonic() - self._paused_at
+            self._paused_at = None
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """Schedule a step, and note when each request began to run."""
+        result, now = super().schedule(*args, **kwargs), self._clock()
+        for name in result.num_scheduled_tokens:
+            self._started.setdefault(name, now)
+        return result
+
+    def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
+        """Process a step's output. A request that is out of time ends as aborted, with the stop reason TIMED_OUT."""
+        outputs, now = super().update_from_output(*args, **kwargs), self._clock()
+        late = [name for name, started in self._started.items() if now - started > self._limit]
+        for request in self.finish_requests(late, RequestStatus.FINISHED_ABORTED):
+            reason = request.get_finished_reason()
+            output = EngineCoreOutput(request.request_id, [], finish_reason=reason, stop_reason=TIMED_OUT)
+            outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)
+        self._started = {name: started for name, started in self._started.items() if name in self.requests}
+        return outputs
 
 
 class ForkingExecutor(MultiprocExecutor):

@@ -11,7 +11,7 @@ other way round for columns. Factors of experts are stacked like the experts. Ev
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,12 +19,12 @@ from megarl.config import LoraConfig
 from megarl.models.family import Family
 from megarl.models.layout_algebra import Dim1Sharding, EngineSlot, HFConfig, Param, Replicated
 from megarl.models.lora_tables import LORA_A, LORA_B, adapted_in_layer, factor_params
-from megarl.reshard.plan.layout import EngineLayout, engine_shapes
+from megarl.reshard.plan.layout import EngineLayout, Wire, engine_shapes, planes
 
 Merge = list[Any]
-"""[name, index, dim, offset, name of A, name of B]: the part of an engine's tensor that a pair of factors changes. It
-begins at `offset` of dimension `dim`, in entry `index` of a stack of experts, else -1, where the factors have theirs,
-too."""
+"""[name, first, count, dim, offset, name of A, name of B]: the part of an engine's tensor that a pair of factors
+changes. It begins at `offset` of dimension `dim`, 0 for rows. If the tensor is a stack of experts, it is that part of
+`count` entries from `first` on, where the factors have theirs, too; else `first` is -1."""
 
 
 @dataclass(frozen=True)
@@ -94,12 +94,33 @@ def factor_shapes(
 
 def list_merges(weights: Sequence[Param], engine: EngineLayout, position: int, num_experts: int) -> list[Merge]:
     """Return what an engine rank must merge. weights: with adapters, one slot each."""
-    merges = []
+    entries: dict[tuple[str, int, int, str, str], list[int]] = {}
     for weight in weights:
         if (slot := engine.slot_of(weight)) is None:
             continue
         dim = int(isinstance(slot.sharding, Dim1Sharding))
-        is_stacked = slot.grid == "expert"
-        for index in engine.expert_indices(position, weight, num_experts):
-            merges.append([slot.name, index if is_stacked else -1, dim, slot.offset, *factor_slots(weight, slot)])
-    return merges
+        indices = engine.expert_indices(position, weight, num_experts) if slot.grid == "expert" else [-1]
+        entries.setdefault((slot.name, dim, slot.offset, *factor_slots(weight, slot)), []).extend(indices)
+    return [
+        [name, first, count, *where] for (name, *where), indices in entries.items() for first, count in _runs(indices)
+    ]
+
+
+def _runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """Return the runs of consecutive numbers, as first number and count, ascending."""
+    runs: list[tuple[int, int]] = []
+    for number in sorted(numbers):
+        if runs and number == sum(runs[-1]):
+            runs[-1] = runs[-1][0], runs[-1][1] + 1
+        else:
+            runs.append((number, 1))
+    return runs
+
+
+def keeps_codes(weight: Param, adapted: Container[str], wire: Wire) -> bool:
+    """Return whether engines that get adapters alone keep the checkpoint's codes of a weight.
+
+    Those are the quantised weights without adapters; a new quantisation by the trainer would have other codes and
+    scales. adapted: canonical names of the weights with adapters. wire: of a sync of all weights.
+    """
+    return weight.megatron not in adapted and len(planes(weight, wire)) > 1

@@ -71,8 +71,8 @@ class _Message(NamedTuple):
     end: int
     is_delta: bool
 
-    def part_of(self, buffer: torch.Tensor) -> torch.Tensor:
-        return buffer[self.begin : self.end]
+    def part_of(self, buffer: torch.Tensor, only_hashes: bool = False) -> torch.Tensor:
+        return buffer[self.hashes if only_hashes else self.begin : self.end]
 
     def is_changes(self, sent: torch.Tensor) -> bool:
         """Return whether what is sent for this message are changes; otherwise it is whole."""
@@ -81,7 +81,7 @@ class _Message(NamedTuple):
 
 class _WriteOrder(NamedTuple):
     draft: bool
-    slices: list[tuple[int, Slice]]  # (sample index, slice), see `_sample_index`
+    slices: list[tuple[int, Param, Slice]]  # (sample index, parameter, slice), see `_sample_index`
     dtypes: dict[str, str]
 
 
@@ -120,10 +120,18 @@ class Executor:
     period: the number of weight syncs whose samples together verify each piece once. The first and every `period`-th
     sync verify all pieces.
     allocate(bytes): return a uint8 tensor that can be shared with the engine process.
+    is_compared: returns whether comparisons cover a parameter; it may be the same tensor of an engine that has others.
     """
 
-    def __init__(self, plan: ReshardPlan, rank: int, period: int, allocate: Callable[[int], torch.Tensor]) -> None:
-        self.plan, self.rank, self.period = plan, rank, period
+    def __init__(
+        self,
+        plan: ReshardPlan,
+        rank: int,
+        period: int,
+        allocate: Callable[[int], torch.Tensor],
+        is_compared: Callable[[Param], bool] = lambda param: True,
+    ) -> None:
+        self.plan, self.rank, self.period, self.is_compared = plan, rank, period, is_compared
         self.trainer_rank, engines = plan.train.trainer_rank(rank), plan.rank_map.engine_rank(rank)
         """This rank's number among the trainer's ranks; None if it does not train."""
         self.position = None if engines is None else engines % plan.engine.tp
@@ -193,7 +201,7 @@ class Executor:
             _, slices, dtypes = orders[slot.is_draft]
             dtypes[name] = str(self._plane(piece).dtype).removeprefix("torch.")
             sample = self._sample_index(piece)
-            slices += [(sample, [name, index, *box, offset, hash_offset]) for index, *box in boxes]
+            slices += [(sample, piece.param, [name, index, *box, offset, hash_offset]) for index, *box in boxes]
         return orders
 
     def _targets(self, piece: TensorPiece) -> tuple[EngineSlot, str, list[tuple[int, int, int, int, int]]]:
@@ -224,7 +232,8 @@ class Executor:
 
         send_to_engine: sends a buffer and its write order to the engine. It may return before the engine has written.
         wait_for_engine: waits until the engine has executed everything passed on so far.
-        compare_only: the engines write nothing, and compare what they hold with the hashes of all pieces.
+        compare_only: the engines write nothing, and compare what they hold with the hashes of all pieces, which alone
+        are sent.
         share_buckets: called with both receive buffers before the first round. Collective over the ranks of an engine.
 
         While a round is on the wire, the previous round is passed on and written, and this rank's sends for the next
@@ -256,12 +265,16 @@ class Executor:
         def read_back(step: _PreparedRound, receives: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
             for message, part, reads in zip(step.receives, receives, step.reads, strict=True):
                 for draft, all_slices, dtypes in reads if message.is_changes(part) else ():
-                    if slices := [entry for _, entry in all_slices]:
+                    if slices := [entry for _, _, entry in all_slices]:
                         send_to_engine(buffer, order | {"do": "read", "tensor_dtype": dtypes, "slices": slices}, draft)
 
         def pass_on(step: _PreparedRound, buffer: torch.Tensor) -> None:
             for draft, all_slices, dtypes in step.orders if self.position is not None else ():
-                slices = [entry if sample in verified_samples else [*entry[:-1], -1] for sample, entry in all_slices]
+                slices = [
+                    entry if sample in verified_samples else [*entry[:-1], -1]
+                    for sample, param, entry in all_slices
+                    if not compare_only or self.is_compared(param)
+                ]
                 send_to_engine(buffer, order | {"tensor_dtype": dtypes, "slices": slices}, draft)
 
         for number, step in enumerate(self.prepared_rounds):
@@ -273,12 +286,12 @@ class Executor:
             what = f"the weight sync of version {version}, round {number} of {len(self.prepared_rounds)}"
             if number and has_base:  # the engine works while changes are encoded
                 pass_on(self.prepared_rounds[number - 1], receive_buffers[other])
-            sends = [message.part_of(send_buffers[current]) for message in step.sends]
-            receives = [message.part_of(receive_buffers[current]) for message in step.receives]
+            sends = whole = [message.part_of(send_buffers[current], compare_only) for message in step.sends]
+            receives = [message.part_of(receive_buffers[current], compare_only) for message in step.receives]
             if has_base:
                 sends = self._encode(step, sends, send_buffers[current])
                 receives = self._allocate_receives(step, sends, receive_buffers[current], what)
-            self._count_bytes(step, sends)
+            self._count_bytes(step, sends, whole)
             requests = _transfer(
                 [(message.peer, part) for message, part in zip(step.receives, receives, strict=True)],
                 [(message.peer, part) for message, part in zip(step.sends, sends, strict=True)],
@@ -287,14 +300,15 @@ class Executor:
             )
             if number and not has_base:
                 pass_on(self.prepared_rounds[number - 1], receive_buffers[other])
-            read_back(step, receives, receive_buffers[current])
+            if has_base:
+                read_back(step, receives, receive_buffers[current])
             self._pack(step.local_packs, local, grids, receive_buffers[current], verified_samples)
             if number + 1 < len(self.prepared_rounds):
                 pack_sends(self.prepared_rounds[number + 1], send_buffers[other])
             wait_for_engine()  # the next round overwrites the buffer that was passed on
             _wait(requests, what, self.rank)
             for message, received in zip(step.receives, receives, strict=True):
-                if message.is_changes(received):
+                if has_base and message.is_changes(received):
                     num_hash_bytes = message.end - message.hashes
                     delta.apply(received[:-num_hash_bytes], receive_buffers[current][message.begin : message.hashes])
                     receive_buffers[current][message.hashes : message.end] = received[-num_hash_bytes:]
@@ -361,11 +375,13 @@ class Executor:
             result.append(whole if size == len(whole) else buffer.new_empty(size))
         return result
 
-    def _count_bytes(self, step: _PreparedRound, sends: Sequence[torch.Tensor]) -> None:
-        for message, send in zip(step.sends, sends, strict=True):
+    def _count_bytes(
+        self, step: _PreparedRound, sends: Sequence[torch.Tensor], whole_sends: Sequence[torch.Tensor]
+    ) -> None:
+        for message, send, whole in zip(step.sends, sends, whole_sends, strict=True):
             if message.is_delta:
                 self.sent_bytes += len(send)
-                self.whole_bytes += message.end - message.begin
+                self.whole_bytes += len(whole)
 
     def _sample_index(self, piece: TensorPiece) -> int:
         """Return in which of `period` weight syncs a piece is verified; the same on all ranks."""

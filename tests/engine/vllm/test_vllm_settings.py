@@ -105,14 +105,28 @@ def test_truncation_needs_no_bound_of_its_masks() -> None:
 
 
 def test_names_the_command_that_installs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The installer's stamp is needed too: without it the installation was interrupted."""
     monkeypatch.setattr("sys.prefix", str(tmp_path))
-    with pytest.raises(ConfigError, match="vLLM is not installed.*MEGARL_VLLM=1 bash launch/install.sh"):
+    own = f"vLLM is not installed in {tmp_path}/vllm; install it by bash launch/install_vllm.sh {tmp_path}/bin/python"
+    with pytest.raises(ConfigError, match=re.escape(own)):
         vllm_settings.check_installed()
+    (tmp_path / "installed-by-megarl").touch()
     python = Path(vllm_settings.interpreter())
     python.parent.mkdir(parents=True)
     python.touch()
+    with pytest.raises(ConfigError, match="vLLM is not installed.*MEGARL_VLLM=1 bash launch/install.sh"):
+        vllm_settings.check_installed()
+    (tmp_path / "vllm" / "installed-by-megarl").touch()
     with pytest.raises(ConfigError, match="has no version of vLLM, not 0.32.0"):
         vllm_settings.check_installed()
+
+
+def test_machines_with_a_gpu_are_not_told_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = from_dict({"rollout": {"engine": "vllm"}})
+    monkeypatch.setattr("megarl.parallel.device.has_cuda", lambda: True)
+    for check in (engine_backend(config).check_installed, lambda: engine_backend(config).check_platform(config)):
+        with pytest.raises(ConfigError, match="this machine has a GPU; use rollout.engine=sglang"):
+            check()
 
 
 def test_the_plan_has_the_cache_of_the_settings() -> None:
