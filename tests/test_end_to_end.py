@@ -435,8 +435,8 @@ def test_mtp_training_raises_draft_acceptance(
 
 @pytest.mark.nightly
 def test_draft_layer_follows_a_policy_that_learns(folder: Path, tmp_path: Path, host: str) -> None:
-    """The policy learns by its rewards, and the layer learns the policy's tokens meanwhile, so that the engine goes on
-    accepting its drafts. A replay of the rollouts has the same losses, bit for bit."""
+    """The policy learns by its rewards, and the layer learns the policy's tokens meanwhile, so that the engine accepts
+    more and more of its drafts. A replay of the rollouts has the same losses, bit for bit."""
     model = tiny_models.save(predictable_policy(), tmp_path / "model")
     overrides = [
         f"model.path={model}",
@@ -449,8 +449,7 @@ def test_draft_layer_follows_a_policy_that_learns(folder: Path, tmp_path: Path, 
     rows = read_metrics(tmp_path / "run")
     losses, lengths = ([row[name] for row in rows] for name in ("actor/mtp_loss", "rollout/spec_accept_length"))
     assert losses[-1] < losses[0] - 0.3, losses
-    assert lengths[0] > 1.5 and sum(lengths[-2:]) / 2 > lengths[0] - 0.3, lengths
-    assert all(row["rollout/spec_accept_length"] == 1 + 2 * row["rollout/spec_accept_rate"] for row in rows)
+    assert lengths[0] > 1.5 and sum(lengths[-2:]) / 2 > lengths[0] + 0.2, lengths
     assert max(row["actor/ppo_kl"] for row in rows) > 0.01  # the policy changes
     assert max(row["rollout/logprob_diff_p95"] for row in rows) <= 1e-4
     assert_replays(lambda target, replay: train(folder, target, *overrides, replay, host=host), tmp_path / "run")

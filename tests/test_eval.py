@@ -13,7 +13,7 @@ from training_run import make_folder
 
 from megarl import eval as program
 from megarl import model_sources, train
-from megarl.config import ConfigError, from_dict, load_config
+from megarl.config import ConfigError, RolloutConfig, from_dict, load_config
 from megarl.dry_run.validation import validate
 from megarl.observe.rollout_log import part_file, write_part
 from megarl.parallel import device
@@ -164,6 +164,27 @@ def test_inherits_the_settings_of_a_run(model: Path, tmp_path: Path) -> None:
     assert model_sources.build_config(model_sources.resolve_target(str(model)), {}, [], file).reward.functions == (
         model_sources.BY_SOURCE,
     )
+
+
+def test_leaves_out_keys_of_training(model: Path, tmp_path: Path) -> None:
+    """What concerns weight syncs and the steps of training would be refused without a trainer."""
+    run = tmp_path / "run"
+    run.mkdir()
+    settings: dict[str, Any] = {"asynchronous": True, "oversample": 2, "max_staleness": 3, "samples_per_prompt": 6}
+    settings |= {"replay": "/there", "on_weight_sync": "wait", "external": ["10.0.0.5:7000"]}
+    settings |= {"rebalance_experts_every": 1, "num_redundant_experts": 2, "sync_adapters_only": True}
+    kept = {"sync_changes_only": True, "verify_weights_every": 3, "weight_sync_bucket_mb": 7}
+    kept |= {"max_context": 192, "max_new_tokens": 40}
+    (run / "config.yaml").write_text(json.dumps({"algorithm": "grpo", "rollout": settings | kept}))
+    (run / "export").symlink_to(model)
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
+    prompts = {"data": {"train": [str(tmp_path / "rows.jsonl")]}}
+    target = model_sources.resolve_target(str(run))
+    config = model_sources.build_config(target, prompts, [], tmp_path / "eval.yaml")
+    defaults = RolloutConfig()
+    for name in settings:
+        assert getattr(config.rollout, name) == getattr(defaults, name) != settings[name], name
+    assert not validate(config, dry_run=True).errors
 
 
 def test_takes_limits_from_the_run_or_the_model(model: Path, tmp_path: Path) -> None:

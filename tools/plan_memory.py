@@ -274,21 +274,22 @@ def plan(options: argparse.Namespace, hf: HFConfig, console: Console) -> int:
 def model_state_bytes(model: Any) -> dict[str, int]:
     """Return the bytes of a MegatronModel's weights, gradients and optimizer states on this rank, from its tensors.
 
-    Weights include the routers' expert biases. Gradients are Megatron's buffers, which pad parameters to multiples of
-    64 elements. The optimizer's are this rank's moments, and master weights unless they are the model's own weights.
-    `optimizer, offloaded` are those on the host, if any.
+    Weights include the routers' expert biases. Weights and gradients are Megatron's buffers, which pad parameters to
+    multiples of 64 elements, and for Muon each rank's matrices to those of the fullest. The optimizer's are this rank's
+    moments, and master weights unless they are the model's own weights. `optimizer, offloaded` are those on the host,
+    if any.
     """
     from megarl.megatron.optimizer import device_state_tensors, state_tensors
 
     weights = list(model.local_params().values())
     buffers = [buffer for chunk in model.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    weight_storages = {tensor.untyped_storage().data_ptr() for tensor in weights}
+    weight_storages = {(storage := tensor.untyped_storage()).data_ptr(): storage.nbytes() for tensor in weights}
     states = [tensor for tensor in device_state_tensors(model.optimizer) if tensor.dim()]  # without step counts
     separate = [tensor for tensor in states if tensor.untyped_storage().data_ptr() not in weight_storages]
     on_device = set(map(id, states))
     on_host = [t for t in state_tensors(model.optimizer) if t.dim() and id(t) not in on_device]
     return {
-        "weights": sum(tensor.nbytes for tensor in weights),
+        "weights": sum(weight_storages.values()),
         "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
         "optimizer": sum(tensor.nbytes for tensor in separate),
         **({OFFLOADED_STATES: sum(tensor.nbytes for tensor in on_host)} if on_host else {}),

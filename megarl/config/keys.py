@@ -166,7 +166,8 @@ class MuonConfig:
     nesterov: bool = False
     """Orthogonalize that mean moved once more towards the gradient."""
     split_qkv: bool = True
-    """Orthogonalize the queries', keys' and values' parts of Megatron's fused matrix each by itself; not in MLA."""
+    """Orthogonalize the queries', keys' and values' parts of Megatron's fused matrix each by itself; MLA has none,
+    and those of vision towers stay whole."""
     scale_mode: Literal["spectral", "shape_scaling", "unit_rms_norm"] = "spectral"
     """Scale of an orthogonal update [out, in]: sqrt(max(out, in)), whose entries have a root mean square of 1 like
     Adam's first update (arXiv:2502.16982); sqrt(max(1, out / in)) (Keller Jordan); or sqrt(out / in)
@@ -430,8 +431,9 @@ class RolloutConfig:
     `rollout.rebalance_experts_every`."""
     rebalance_experts_every: Annotated[int, Range(0, 1_000_000)] = 0
     """Every N-th step, the weight sync places an engine's experts on its expert parallel ranks so that the tokens that
-    they got since the last time are balanced (EPLB); 0 leaves them in place. The tokens are counted in the records of
-    `train.routing_replay`. A sync that moves experts is verified in full."""
+    they got since the last time are balanced (EPLB), if that lowers the imbalance by 2 % of the mean; 0 leaves them in
+    place. The tokens are counted in the records of `train.routing_replay`. A sync that moves experts is verified in
+    full."""
     sync_adapters_only: bool = False
     """With `lora.rank`: weight syncs send the adapters alone, and each engine rank merges them into the weights that it
     has loaded from `model.path`, with the bits that a sync of all weights would give. The engines keep a copy of the

@@ -11,15 +11,12 @@ import contextlib
 import functools
 import logging
 import sys
-import typing
 import warnings
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import typing_extensions
 from torch.utils import _device
 
 from megarl.parallel import device
@@ -63,33 +60,10 @@ def install() -> bool:
     # torch caches its tensor constructors for `with torch.device("meta")`, in which transformers loads a model. Fill
     # the cache before patching: it would otherwise hold the patched functions, and buffers would stay unset.
     _device._device_constructors()
-    import_emerging_optimizers()
     _patch_cuda_namespace()
     _patch_tensors()
     _patch_megatron()
     return True
-
-
-def import_emerging_optimizers() -> None:
-    """Import what Megatron-Core, on its own import, imports for Muon: on Python 3.11, too, and on every device.
-
-    Of Python 3.12, for which its metadata asks, the package uses `typing.override` alone; without it, no import of
-    `megatron.core` would succeed where the package is installed. Torch's compiler, for updates of other optimizers than
-    Muon, would take 2.5 seconds of a core to import.
-    """
-    if find_spec("emerging_optimizers") is None:
-        return
-    compile_, has_override = torch.compile, hasattr(typing, "override")
-    typing.override = typing_extensions.override  # type: ignore[attr-defined,unused-ignore]
-    torch.compile = _compile_nothing  # type: ignore[assignment]
-    try:
-        from emerging_optimizers import registry, soap  # noqa: F401
-        from emerging_optimizers.orthogonalized_optimizers import muon_utils  # noqa: F401
-        from emerging_optimizers.scalar_optimizers import Lion  # noqa: F401
-    finally:
-        torch.compile = compile_  # type: ignore[assignment]
-        if not has_override:
-            del typing.override  # type: ignore[attr-defined,unused-ignore]
 
 
 def _compile_nothing(model: Any = None, **options: Any) -> Any:

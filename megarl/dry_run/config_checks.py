@@ -9,12 +9,14 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from megarl.checkpoint import disk_space
 from megarl.config import Config, ConfigError, DataConfig, LoraConfig
+from megarl.config.keys import MuonConfig
 from megarl.config.paths import is_hub_name
 from megarl.controllers.mini_batches import load_policy_loss
 from megarl.data.datasets import check_first_rows, iter_prompts
@@ -139,11 +141,17 @@ def _check_delta_nets(settings: Mapping[str, Any], config: Config) -> None:
         )
 
 
-def check_expert_biases(hf: HFConfig, config: Config, role: str) -> None:
-    """Check that Muon can train a role's model."""
+def check_muon(hf: HFConfig, config: Config, role: str) -> None:
+    """Check that Muon, if it is the optimizer of a role, is installed and can train the role's model."""
     settings, policy = family_of(hf).megatron_config(hf), policy_config(config, role)
     optimizer = policy.actor_optimizer if split_role(role)[0] == "actor" else policy.critic.optimizer
-    if optimizer.type != "muon" or config.lora.rank:
+    if optimizer.type != "muon":
+        return
+    if find_spec("emerging_optimizers") is None:
+        raise ConfigError(
+            f"{optimizer_key(role)}.type=muon: the package emerging-optimizers is not installed; run launch/install.sh"
+        )
+    if config.lora.rank:
         return
     if settings.get("num_moe_experts") and settings.get("add_bias_linear"):
         raise ConfigError(
@@ -433,8 +441,14 @@ def check_schedule(config: Config, declared: Requirements) -> None:
             "actor": ("actor_optimizer", derived.actor_optimizer),
             "critic": ("critic.optimizer", derived.critic.optimizer),
         }[base]
+        key = optimizer_key(role)
+        sets_muon = "muon" in settings.optimizer if split_role(role)[1] else optimizer.muon != MuonConfig()
+        if optimizer.type != "muon" and sets_muon:
+            raise ConfigError(
+                f"{key}.muon with {key}.type={optimizer.type}: only Muon has these settings; set the second to muon, "
+                "or remove the first"
+            )
         if optimizer.type == "muon" and optimizer.offload_fraction:
-            key = optimizer_key(role)
             raise ConfigError(
                 f"{key}.offload_fraction={optimizer.offload_fraction:g} with {key}.type=muon: the optimizer of "
                 "Megatron-Core 0.19.2 that keeps states on the host updates by AdamW alone; set the first to 0, or the "

@@ -54,13 +54,19 @@ class JobModels:
                 does_divide = passes(checks.check_role_layout, model, config, f"actor_{policy}") and does_divide
         for role, model in self.served.critic_configs.items():
             does_divide = passes(checks.check_role_layout, model, config, role) and does_divide
-        trained: dict[str, HFConfig | None] = {self.declared.main_role: hf, "critic": critic_hf}
-        trained |= self.served.critic_configs
-        trained |= {role.replace("rollout_", "actor_"): model for role, model in self.served.engine_configs.items()}
         for role in self.declared.trained_roles:
-            if (trained_hf := trained.get(role)) is not None:
-                does_divide = passes(checks.check_expert_biases, trained_hf, config, role) and does_divide
+            model = self._trained_config(role)
+            does_divide = passes(checks.check_muon, model, config, role) and does_divide
         return does_divide
+
+    def _trained_config(self, role: str) -> HFConfig:
+        """Return config.json of a trained role's model."""
+        if split_role(role)[1]:
+            return self.served.trained_config(role)
+        if role == "critic":
+            assert self.critic_hf is not None, "a trained critic has a model"
+            return self.critic_hf
+        return self.hf
 
     def check_engines(self, config: Config, passes: Passes) -> bool:
         """Return whether each model on engines divides by their size."""

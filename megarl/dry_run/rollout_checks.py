@@ -97,11 +97,6 @@ def check_expert_balance(config: Config, declared: Requirements) -> None:
                 f"{key} with rollout.sync_adapters_only: a moved expert needs all of its weights on another rank, "
                 "which such a sync does not send; set one of them"
             )
-        if rollout.external:
-            raise ConfigError(
-                f"{key} with rollout.external is not implemented: engines outside of the job keep their experts in "
-                "order; set one of them"
-            )
         if not config.train.routing_replay:
             raise ConfigError(
                 f"{key} without train.routing_replay, whose records tell the load of the experts; set that to true"
@@ -122,6 +117,11 @@ def check_external(config: Config, declared: Requirements) -> None:
             raise ConfigError(
                 f"{key} with rollout.sync_adapters_only is not implemented: adapters are merged into weights that an "
                 "engine has loaded, of which nothing is known outside of the job; set the second to false"
+            )
+        if rollout.external and rollout.rebalance_experts_every and not rollout.replay:
+            raise ConfigError(
+                f"{key} with rollout.rebalance_experts_every is not implemented: engines outside of the job keep their "
+                "experts in order; set one of them"
             )
         if rollout.external and not rollout.replay:
             job_secret.external_key()

@@ -67,7 +67,8 @@ def describe_engine(config: Config) -> dict[str, Any]:
     values |= {"model.dtype": config.model.dtype, "model.megatron": config.model.megatron}
     values |= {"train.routing_replay": train.routing_replay, "train.sparse_index_replay": train.sparse_index_replay}
     names = ("engine", "tp", "ep", "num_speculative_tokens", "max_context", "top_p", "top_k", "min_p")
-    values |= {f"rollout.{name}": getattr(rollout, name) for name in names}
+    experts = "num_redundant_experts", "rebalance_experts_every"
+    values |= {f"rollout.{name}": getattr(rollout, name) for name in (*names, *experts)}
     for name, host_settings in _HOST_SETTINGS.items():
         settings = getattr(rollout, name)
         values[f"rollout.{name}"] = {key: value for key, value in settings.items() if key not in host_settings}

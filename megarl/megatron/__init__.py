@@ -28,7 +28,6 @@ def _import_core() -> None:
     if is_hidden:
         sys.modules["wandb"] = None  # type: ignore[assignment]  # `import wandb` raises ImportError
     try:
-        megatron_platform.import_emerging_optimizers()
         if not device.has_cuda():
             megatron_platform.install()
         import megatron.core  # noqa: F401

@@ -571,7 +571,7 @@ def state_bytes(
     dp, expert_dp: ranks over which states of dense parameters, and those of experts, are sharded.
     offloaded: share of masters and moments on the host. Whole parameters are, so it may be up to one parameter more.
     matrices, expert_matrices: those that Muon updates, with one moment of two, on the rank with the most of them;
-        gradient buffers have room for as many on each rank.
+        buffers of weights and of gradients have room for as many on each rank.
     """
     dense, expert, frozen, biases = elements
     states, optimizer, padding = 12 if size == 2 else 8, 0, 0
@@ -579,7 +579,7 @@ def state_bytes(
         optimizer += ceil((1 - offloaded) * states * (count - packed.elements) / ranks) + (states - 4) * packed.largest
         padding += ranks * packed.largest - packed.elements
     return {
-        "weights": (dense + expert + frozen) * size + biases * 4,
+        "weights": (dense + expert + frozen + padding) * size + biases * 4,
         "gradients": (dense + expert + padding) * 4,
         "optimizer": optimizer,
     }

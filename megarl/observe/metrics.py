@@ -80,7 +80,8 @@ def rollout_metrics(rollouts: Rollouts, num_speculative_tokens: int = 0) -> dict
       methods learn nothing; absent if every prompt was sampled once.
     - `spec_accept_rate` is the fraction of drafted tokens that were accepted, present if there were drafts.
       `spec_accept_length` is the mean number of tokens per verification: the accepted ones of a draft, and the one that
-      the policy adds, so from 1 to 1 + `num_speculative_tokens`.
+      the policy adds, so from 1 to 1 + `num_speculative_tokens`. vLLM may cut drafts short, each of which counts as a
+      part of a verification: with it, an upper bound.
     - `sampling_mask_size_mean` is the mean number of tokens that the policy could sample from, present for truncated
       sampling.
     - `reward_mean/<source>`, `response_length_mean/<source>` and `count/<source>` (rollouts) are present for 2 to
@@ -134,7 +135,7 @@ def _compute_draft_metrics(rollouts: Rollouts, num_speculative_tokens: int) -> d
     if not drafted:
         return {}
     metrics = {"rollout/spec_accept_rate": int(rollouts.accepted.sum()) / drafted}
-    if num_speculative_tokens:  # SGLang counts each verification as that of a whole draft
+    if num_speculative_tokens:  # SGLang counts each verification as that of a whole draft; vLLM may cut some short
         metrics["rollout/spec_accept_length"] = 1 + num_speculative_tokens * metrics["rollout/spec_accept_rate"]
     return metrics
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +19,9 @@ from megarl.types import Comm, Rollout
 
 FILE = "expert_placement"
 """Name of the file in a checkpoint, without its ending."""
+MIN_GAIN = 0.02
+"""Experts move if that lowers the imbalance, in the mean over layers, at least by this share of a rank's mean load. The
+noise of sampling gives gains below it, while each move costs a weight sync that sends and verifies everything."""
 
 
 class ExpertBalance:
@@ -52,7 +56,7 @@ class ExpertBalance:
     def rebalance(self, step: int) -> None:
         """Add up the load of all ranks and, in every N-th step, place the experts anew. Collective.
 
-        A layer keeps its placement unless another one is better for the load that was measured.
+        All experts stay where they are if moving them would lower the mean imbalance by less than `MIN_GAIN`.
         """
         load = self._comm.all_reduce(self._local_load)
         self._local_load = torch.zeros_like(load)
@@ -60,13 +64,24 @@ class ExpertBalance:
         self.metrics = {"rollout/expert_imbalance": self._mean_imbalance(load)} if load.any() else {}
         if step % self._every or not self._load.any():
             return
-        for layer, tokens in zip(self._shape.moe_layers, self._load.tolist(), strict=True):
-            current = self.placements[layer]
-            placement = place_experts(tokens, len(current), self._ep)
-            if imbalance(tokens, placement, self._ep) < imbalance(tokens, current, self._ep):
-                self.placements[layer] = placement
+        self.placements = self._broadcast(self._place(self._load.tolist()) if self._comm.rank == 0 else None)
         self.metrics["rollout/expert_imbalance_placed"] = self._mean_imbalance(self._load)
         self._load.zero_()
+
+    def _place(self, load: list[list[int]]) -> dict[int, Placement]:
+        """Return the placements for the load [MoE layers, experts] in tokens; the present ones if those do as well."""
+        placements, gains = dict(self.placements), []
+        for layer, tokens in zip(self._shape.moe_layers, load, strict=True):
+            current = self.placements[layer]
+            placement = place_experts(tokens, len(current), self._ep)
+            gains.append(imbalance(tokens, current, self._ep) - imbalance(tokens, placement, self._ep))
+            if gains[-1] > 0:
+                placements[layer] = placement
+        return placements if np.mean(np.maximum(gains, 0)) >= MIN_GAIN else self.placements
+
+    def _broadcast(self, value: Any) -> Any:
+        """Return rank 0's value. Collective."""
+        return self._comm.all_gather_objects(value if self._comm.rank == 0 else None)[0]
 
     def _mean_imbalance(self, load: torch.Tensor) -> float:
         """Return the mean over layers of the largest load of a rank over the mean. load: [MoE layers, experts]."""
@@ -86,21 +101,31 @@ class ExpertBalance:
 
     def restore(self, folder: Path) -> None:
         """Restore what `save` has written, if it fits the engines: after a change of `rollout.ep` or of the number of
-        copies, the experts start in order. Raises ConfigError for a file that this program has not written."""
-        path = folder / self._file
-        if not path.exists():  # the run did not place experts before
+        copies, the experts start in order. Rank 0 reads the file. Collective. Raises ConfigError, on all ranks, for a
+        file that this program has not written."""
+        content = self._broadcast(_read(folder / self._file) if self._comm.rank == 0 else None)
+        if isinstance(content, str):
+            raise ConfigError(content)
+        if content is None:  # the run did not place experts before
             return
-        try:
-            content = json.loads(path.read_text())
-            placements = {int(layer): tuple(map(int, experts)) for layer, experts in content["placements"]}
-            load, ep = torch.tensor(content["load"], dtype=torch.int64), int(content["ep"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{path} is not of this program ({type(error).__name__}: {error})") from None
+        ep, placements, load = content
         if load.shape == self._load.shape:
             self._load = load
         has_same_slots = [len(experts) for experts in placements.values()] == list(map(len, self.placements.values()))
         if ep == self._ep and placements.keys() == self.placements.keys() and has_same_slots:
             self.placements = placements
+
+
+def _read(path: Path) -> tuple[int, dict[int, Placement], torch.Tensor] | str | None:
+    """Return `rollout.ep`, placements and load of a file; None if there is none, and what is wrong with a bad one."""
+    if not path.exists():
+        return None
+    try:
+        content = json.loads(path.read_text())
+        placements = {int(layer): tuple(map(int, experts)) for layer, experts in content["placements"]}
+        return int(content["ep"]), placements, torch.tensor(content["load"], dtype=torch.int64)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{path} is not of this program ({type(error).__name__}: {error})"
 
 
 def count_tokens(rollout: Rollout, shape: RoutingShape) -> torch.Tensor:

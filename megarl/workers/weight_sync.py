@@ -97,11 +97,17 @@ class WeightSync:
         Counted with `rollout.sync_changes_only`."""
         self._rank_bytes = [0, 0]
         """Likewise of this rank."""
-        if self.is_member:
-            ranks_per_node, bucket = config.parallel.ranks_per_node, self.plan.bucket_bytes
-            digest = plan_digest(dict(hf), config.lora, self.plan.train, self.plan.engine, ranks_per_node, bucket)
-            if problem := find_digest_mismatch(dict(zip(self.member_ranks, self._gather(digest), strict=True))):
-                raise ConfigError(problem)
+        self._check_digest()
+
+    def _check_digest(self) -> None:
+        """Check that all member ranks plan from the same inputs. Raises ConfigError on all of them."""
+        if not self.is_member:
+            return
+        config, plan = self.config, self.plan
+        sizes = config.parallel.ranks_per_node, plan.bucket_bytes
+        digest = plan_digest(dict(self.hf), config.lora, plan.train, plan.engine, *sizes)
+        if problem := find_digest_mismatch(dict(zip(self.member_ranks, self._gather(digest), strict=True))):
+            raise ConfigError(problem)
 
     def check_engines(self) -> None:
         """Compare the tensors of the started, awake engines with the plan, before any training. Keeps their weights, as
@@ -180,7 +186,8 @@ class WeightSync:
         """Place the experts of these layers so from the next weight sync on, see `EngineLayout.experts`. Call on all
         ranks.
 
-        The plan changes with the placement, and the next sync is verified in full.
+        The plan changes with the placement, and the next sync is verified in full. Raises ConfigError if the ranks have
+        different placements.
         """
         placements = dict(self.plan.engine.experts)
         placements.update(experts.items())
@@ -189,6 +196,7 @@ class WeightSync:
             self.plan = build_plan(self.hf, self.config, layout, self.train_ranks, self.engine_ranks)
             self.weight_executor = None
             self.verify_next()
+        self._check_digest()
 
     def _gather_engines(self) -> list[Any]:
         """Return weight version and start number of each rank's engine, if the rank leads one."""

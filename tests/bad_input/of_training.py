@@ -59,6 +59,11 @@ CASES = [
         ("actor_optimizer.offload_fraction=0.5 with actor_optimizer.type=muon", "updates by AdamW alone"),
         ("actor_optimizer.type=muon", "actor_optimizer.offload_fraction=0.5"),
     ),
+    Case(
+        "settings of Muon without it",
+        ("actor_optimizer.muon with actor_optimizer.type=adam", "set the second to muon"),
+        ("actor_optimizer.muon.momentum=0.9",),
+    ),
     Case("a stage at the first step", ("stages: '1' is no step from 2 on",), ("stages={1: {loss: {clip: 0.1}}}",)),
     Case("a stage without a step", ("stages: 'later' is no step",), ("stages={later: {loss: {clip: 0.1}}}",)),
     Case(

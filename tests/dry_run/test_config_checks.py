@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,13 @@ from tokenizers.models import BPE
 
 from megarl.config import Config, ConfigError, from_dict
 from megarl.controllers.controller import load_requirements
+from megarl.dry_run import config_checks
 from megarl.dry_run.config_checks import (
     check_data,
     check_drafts,
-    check_expert_biases,
+    check_muon,
     check_registered_buffers,
+    check_schedule,
     mean_image_bytes,
 )
 from megarl.dry_run.model_folders import check_same_tokenizer
@@ -188,9 +191,34 @@ def test_muon_is_refused_for_experts_with_biases() -> None:
     model = {**tiny.HF["gpt_oss"]}
     muon: dict[str, Any] = {"type": "muon"}
     with pytest.raises(ConfigError, match=r"^actor_optimizer.type=muon, but the model's experts have biases"):
-        check_expert_biases(model, from_dict({"actor_optimizer": muon}), "actor")
+        check_muon(model, from_dict({"actor_optimizer": muon}), "actor")
     with pytest.raises(ConfigError, match=r"^critic.optimizer.type=muon, but"):
-        check_expert_biases(model, from_dict({"critic": {"optimizer": muon}}), "critic")
-    check_expert_biases(model, from_dict({"critic": {"optimizer": muon}}), "actor")
-    check_expert_biases(model, from_dict({"actor_optimizer": muon, "lora": {"rank": 4}}), "actor")
-    check_expert_biases(tiny.HF["qwen3_moe"], from_dict({"actor_optimizer": muon}), "actor")
+        check_muon(model, from_dict({"critic": {"optimizer": muon}}), "critic")
+    check_muon(model, from_dict({"critic": {"optimizer": muon}}), "actor")
+    check_muon(model, from_dict({"actor_optimizer": muon, "lora": {"rank": 4}}), "actor")
+    check_muon(tiny.HF["qwen3_moe"], from_dict({"actor_optimizer": muon}), "actor")
+
+
+def test_muon_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config_checks, "find_spec", lambda name: None)
+    model, adapters = tiny.HF["qwen3_moe"], {"lora": {"rank": 4}}
+    with pytest.raises(ConfigError, match=r"^actor_optimizer.type=muon: the package .* run launch/install.sh"):
+        check_muon(model, from_dict({"actor_optimizer": {"type": "muon"}, **adapters}), "actor")
+    check_muon(model, from_dict({}), "actor")
+
+
+def test_settings_of_muon_need_muon() -> None:
+    """Of each role, by its own key; a role may change the type that it inherits."""
+    algorithm = "megarl.controllers.policies:PPOAndReMaxController"
+    muon: dict[str, Any] = {"muon": {"momentum": 0.9}}
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("actor_optimizer", {"actor_optimizer": muon}),
+        ("critic.optimizer", {"critic": {"optimizer": muon}}),
+        ("roles.actor_b.optimizer", {"roles": {"actor_b": {"optimizer": muon}}}),
+        ("", {"actor_optimizer": muon | {"type": "muon"}, "roles": {"actor_b": {"optimizer": {"type": "adam"}}}}),
+    ]
+    for key, tree in cases:
+        config = from_dict({"algorithm": algorithm, **tree})
+        message = f"^{key}.muon with {key}.type=adam: .* set the second to muon"
+        with pytest.raises(ConfigError, match=message) if key else nullcontext():
+            check_schedule(config, load_requirements(config))

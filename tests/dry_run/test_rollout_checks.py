@@ -19,6 +19,7 @@ from megarl.dry_run.rollout_checks import (
     check_external,
     check_oversampling,
 )
+from megarl.dry_run.validation import check_step
 from megarl.engine.sglang.server_args import check_sampling
 from megarl.types.requirements import Requirements
 
@@ -163,6 +164,16 @@ def test_external_engines_get_whole_weights() -> None:
         ConfigError, match="rollout.external with rollout.sync_adapters_only is not implemented: .* set the second"
     ):
         check_external(config, load_requirements(config))
+
+
+def test_external_engines_keep_their_experts_in_order() -> None:
+    """At the start, and where a control file adds them during the run."""
+    config = make_config(external=["10.0.0.5:7000"], rebalance_experts_every=1)
+    declared, message = load_requirements(config), "rebalance_experts_every is not implemented: .* set one"
+    with pytest.raises(ConfigError, match=message):
+        check_external(config, declared)
+    with pytest.raises(ConfigError, match=message):
+        check_step({}, config, declared)
 
 
 def test_an_external_engine_has_one_policy() -> None:

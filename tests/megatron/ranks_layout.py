@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +36,7 @@ from megarl.algorithms.preference_losses import PreferenceOptions  # noqa: E402
 from megarl.algorithms.preference_losses import preference_loss as policy_preference_loss  # noqa: E402
 from megarl.controllers.controller import load_requirements  # noqa: E402
 from megarl.models.activation_memory import micro_batches_in_flight  # noqa: E402
-from megarl.models.layout_algebra import shard, unshard  # noqa: E402
+from megarl.models.layout_algebra import Param, shard, unshard  # noqa: E402
 from megarl.models.memory import plan_memory  # noqa: E402
 from megarl.models.registry import family_of  # noqa: E402
 from megarl.parallel import ranks as parallel_ranks  # noqa: E402
@@ -92,11 +92,14 @@ def shard_of_gradient(model: Any) -> dict[str, torch.Tensor]:
     return result
 
 
-def gather(model: Any, local: dict[str, torch.Tensor], add: bool) -> dict[str, torch.Tensor]:
-    """Gather HF tensors by name from all ranks: sums of gradient shards, or copies of weights."""
+def gather(
+    model: Any, local: dict[str, torch.Tensor], add: bool, params: Sequence[Param] = ()
+) -> dict[str, torch.Tensor]:
+    """Gather HF tensors by name from all ranks: sums of gradient shards, or copies of weights. params: their table, if
+    it is not the model's."""
     all_tensors = parallel_ranks.all_gather_objects((model.ranks, local))
     result: dict[str, torch.Tensor] = {}
-    for param in model.params():
+    for param in params or model.params():
         holders = [(owner, tensors[param.megatron]) for owner, tensors in all_tensors if param.megatron in tensors]
         if not holders:
             continue
@@ -180,9 +183,9 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
     declared = load_requirements(replace(model.config, algorithm=algorithm))
     estimate = plan_memory(tiny.HF[family], model.config, declared, tiny.HF[family])
     states, name = estimate[model.ranks.pp_rank].states, role.replace("_", " ")
-    result = {
-        f"planned {part}": abs(size / states[f"{name} {part}"] - 1) for part, size in model_state_bytes(model).items()
-    }
+    sizes = model_state_bytes(model)
+    sizes["weights"] = sum(tensor.nbytes for tensor in model.local_params().values())  # exact, without padding
+    result = {f"planned {part}": abs(size / states[f"{name} {part}"] - 1) for part, size in sizes.items()}
     names = ("logprobs", "entropy") if role == "actor" else ()
     sharded = tiny.shard_batch(batch)
     actual = {name: tiny.gather_tokens(sharded, values) for name, values in model.forward(sharded, names=names).items()}

@@ -47,6 +47,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "LoRA, TP 2, ETP 2": ("qwen3_moe", "actor", {"tp": 2, "etp": 2, **LORA}, {}),
 }
 """Name -> family, role, layout and sections, settings of `muon`."""
+UPDATES, WARM_UP = 9, {"DP 2": 4}
+"""All updates of the schedule, and by case those in which the learning rate rises: by as much in each."""
 
 
 def newton_schulz(matrix: torch.Tensor) -> torch.Tensor:
@@ -65,7 +67,8 @@ def newton_schulz(matrix: torch.Tensor) -> torch.Tensor:
 class Reference:
     """transformers' model with Muon for matrices and AdamW for other parameters."""
 
-    def __init__(self, family: str, role: str, muon: dict[str, Any]) -> None:
+    def __init__(self, family: str, role: str, muon: dict[str, Any], warm_up: int) -> None:
+        self.warm_up, self.lr = warm_up, MUON["lr"]
         self.trainer, self.muon = reference.Trainer(family, role), muon
         self.moments: dict[str, list[torch.Tensor]] = {}
         self.steps = 0
@@ -73,6 +76,7 @@ class Reference:
     def step(self, batch: Any) -> float:
         """Take a step and return the gradient's norm."""
         self.steps += 1
+        self.lr = MUON["lr"] * min(1.0, self.steps / max(1, self.warm_up))
         trainer, is_critic = self.trainer, self.trainer.head is not None
         params = {n: p for n, p in trainer.model.named_parameters() if not (is_critic and n == "lm_head.weight")}
         params |= {reference.HEAD: trainer.head} if trainer.head is not None else {}
@@ -107,7 +111,7 @@ class Reference:
         }[self.muon.get("scale_mode", "spectral")]
         update = update * scale * self.muon.get("extra_scale_factor", 1.0)
         for weight, part in zip(weights, update.split([len(weight) for weight in weights]), strict=True):
-            weight.mul_(1 - MUON["lr"] * MUON["weight_decay"]).sub_(MUON["lr"] * part)
+            weight.mul_(1 - self.lr * MUON["weight_decay"]).sub_(self.lr * part)
 
     def update_by_adam(self, weight: torch.Tensor, name: str) -> None:
         grad = weight.grad
@@ -116,9 +120,9 @@ class Reference:
         mean.lerp_(grad, 1 - MUON["beta1"])
         square.lerp_(grad.square(), 1 - MUON["beta2"])
         if weight.ndim > 1:
-            weight.mul_(1 - MUON["lr"] * MUON["weight_decay"])
+            weight.mul_(1 - self.lr * MUON["weight_decay"])
         root = (square / (1 - MUON["beta2"] ** self.steps)).sqrt() + MUON["eps"]
-        weight.sub_(MUON["lr"] * mean / (1 - MUON["beta1"] ** self.steps) / root)
+        weight.sub_(self.lr * mean / (1 - MUON["beta1"] ** self.steps) / root)
 
 
 def states(model: Any) -> Iterator[torch.Tensor]:
@@ -144,7 +148,10 @@ def equal(first: Any, second: Any) -> bool:
 
 
 def gathered(model: Any) -> dict[str, torch.Tensor]:
-    """Return the model's weights by name. Ranks that have the same weight agree on it."""
+    """Return the model's weights by name, or with LoRA those of its adapters. Ranks that have the same weight agree."""
+    if model.config.lora.rank:
+        adapters = {name: tensor.detach().clone() for name, tensor in model.local_adapters().items()}
+        return gather(model, adapters, add=False, params=model.adapter_params())
     return gather(model, tiny.snapshot(model), add=False)
 
 
@@ -155,15 +162,16 @@ def check(name: str, folder: Path) -> dict[str, Any]:
     from megarl.megatron.trainer_model import MegatronModel
 
     family, role, sections, settings = CASES[name]
-    expected = Reference(family, role, settings)
+    expected = Reference(family, role, settings, WARM_UP.get(name, 0))
     weights = {key: tensor.clone() for key, tensor in expected.trainer.tensors().items()}
     loss, batch = value_loss if role == "critic" else policy_loss, tiny.batch()
-    optimizer = MUON | {"muon": SETTINGS | settings}
+    warm_up = {"warmup_fraction": WARM_UP.get(name, 0) / UPDATES}
+    optimizer = MUON | warm_up | {"muon": SETTINGS | settings}
 
     def build(**sections: Any) -> Any:
         config = tiny.config(world=2, **sections, actor_optimizer=optimizer, critic={"optimizer": optimizer})
         ranks = parallel_ranks.create_layout(config.parallel)
-        model = MegatronModel(tiny.HF[family], config, ranks, role, total_updates=9)  # type: ignore[arg-type]
+        model = MegatronModel(tiny.HF[family], config, ranks, role, total_updates=UPDATES)  # type: ignore[arg-type]
         model.load_shards(lambda param, parts, part: shard(param, weights, parts, part))
         return model
 
@@ -180,6 +188,7 @@ def check(name: str, folder: Path) -> dict[str, Any]:
     }
 
     model.save_snapshot()
+    start = gathered(model)
     metrics = [model.train_step(batch, loss)]
     if "model" not in sections and not has_adapters:
         skip = ("lm_head.weight",) if role == "critic" else ()
@@ -195,6 +204,8 @@ def check(name: str, folder: Path) -> dict[str, Any]:
             assert all(float((after[key] - weights[key]).abs().max()) > 1e-3 * MUON["lr"] for key in trained)
     else:
         metrics.append(model.train_step(batch, loss))
+        changed = [not torch.equal(tensor, start[key]) for key, tensor in gathered(model).items() if "bias" not in key]
+        result["trained"] = bool(changed) and all(changed)
 
     before = [tensor.clone() for tensor in states(model)]
     skipped = model.train_step(batch, lambda output, part: infinite_loss(loss(output, part)))

@@ -429,6 +429,14 @@ def test_muon_has_one_moment_of_matrices() -> None:
         assert muon.states == adam.states | {"actor optimizer": states * count - 4 * (count - others)}
 
 
+def test_muon_pads_buffers_to_the_fullest_rank() -> None:
+    """Of weights and of gradients: two ranks with matrices of 640 and of 512 elements have room for 640 each."""
+    elements, matrices = ElementCounts(1152, 0), pack((640, 256, 256), 2)
+    for size in (2, 4):
+        parts = state_bytes(elements, 2, 1, size, matrices=matrices)
+        assert (parts["weights"], parts["gradients"]) == (1280 * size, 1280 * 4)
+
+
 def test_matrices_go_to_the_rank_with_the_fewest_elements() -> None:
     assert pack((), 2) == (0, 0)
     assert pack((640, 256, 256), 2) == (1152, 640)

@@ -12,7 +12,6 @@ import torch
 from safetensors import safe_open
 
 from megarl.config import ConfigError
-from megarl.cpu import megatron_platform
 from megarl.models.fp8 import is_fp8, is_quantised
 from megarl.models.hf_folder import open_hf
 from megarl.models.registry import FAMILIES, family_of, load_hf_config, param_count
@@ -177,7 +176,6 @@ def test_table_lists_the_tensors_that_transformers_writes(name: str, tmp_path: P
 
 @pytest.mark.parametrize("name", MODELS)
 def test_megatron_accepts_the_config(name: str) -> None:
-    megatron_platform.import_emerging_optimizers()
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     hf = hf_of(name)

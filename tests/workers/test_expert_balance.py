@@ -12,7 +12,7 @@ import torch
 from megarl.config import Config, ConfigError, ModelConfig, RolloutConfig
 from megarl.models.routing import RoutingShape
 from megarl.types import Prompt, Rollout, Turn
-from megarl.types.comm import LOCAL
+from megarl.types.comm import LOCAL, Comm
 from megarl.workers.expert_balance import ExpertBalance, count_tokens
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -24,9 +24,9 @@ HF = json.loads((ROOT / "configs/models/deepseek_v3.json").read_text()) | {
 }
 
 
-def make_balance(ep: int = 2, copies: int = 2, every: int = 1, policy: str = "") -> ExpertBalance:
+def make_balance(ep: int = 2, copies: int = 2, every: int = 1, policy: str = "", comm: Comm = LOCAL) -> ExpertBalance:
     rollout = RolloutConfig(tp=ep, ep=ep, num_redundant_experts=copies, rebalance_experts_every=every)
-    return ExpertBalance(HF, Config(model=ModelConfig(path="m"), rollout=rollout), LOCAL, policy)
+    return ExpertBalance(HF, Config(model=ModelConfig(path="m"), rollout=rollout), comm, policy)
 
 
 def make_rollout(*tokens: tuple[list[int], list[int]]) -> Rollout:
@@ -82,6 +82,56 @@ def test_checkpoint_keeps_placement_and_load(tmp_path: Path) -> None:
     resumed.rebalance(4)
     balance.rebalance(4)
     assert resumed.placements == balance.placements
+
+
+def test_noise_of_sampling_moves_no_expert() -> None:
+    """Loads of 20,000 tokens per layer and step, from the same skewed distribution, for 20 steps."""
+    generator, balance = torch.Generator().manual_seed(1), make_balance(copies=0)
+    shares = torch.tensor([0.45, 0.45, 0.05, 0.05]).expand(2, 4)
+    placements = []
+    for step in range(1, 21):
+        chosen = torch.multinomial(shares, 20_000, replacement=True, generator=generator)
+        balance._local_load = torch.stack([torch.bincount(row, minlength=4) for row in chosen])
+        balance.rebalance(step)
+        placements.append(dict(balance.placements))
+    assert placements[0] != make_balance(copies=0).placements
+    assert all(placement == placements[0] for placement in placements)
+
+
+class Rank1:
+    """The second of two ranks, to which rank 0 says `values`."""
+
+    rank = 1
+
+    def __init__(self, *values: Any) -> None:
+        self.values = list(values)
+
+    def all_reduce(self, local: torch.Tensor) -> torch.Tensor:
+        return 2 * local
+
+    def all_gather_rows(self, local: torch.Tensor) -> torch.Tensor:
+        return local
+
+    def all_gather_objects(self, local: Any) -> list[Any]:
+        assert local is None
+        return [self.values.pop(0), local]
+
+
+def test_rank_0_places_experts_and_reads_the_file(tmp_path: Path) -> None:
+    """Another rank follows, even if it would compute other placements or does not see the checkpoint."""
+    placements = {0: (0, 1, 2, 3), 1: (3, 2, 1, 0), 2: (2, 3, 0, 1)}
+    comm = Rank1(placements, (2, placements, torch.ones(2, 4, dtype=torch.int64)), None, "bad file")
+    balance = make_balance(copies=0, comm=comm)
+    balance.count([make_rollout(*[([0, 1], [0, 1])] * 10)])
+    balance.rebalance(1)
+    assert balance.placements == placements
+    fresh = make_balance(copies=0, comm=comm)
+    fresh.restore(tmp_path / "not here")
+    assert fresh.placements == placements
+    fresh.restore(tmp_path)
+    assert fresh.placements == placements
+    with pytest.raises(ConfigError, match="^bad file$"):
+        fresh.restore(tmp_path)
 
 
 @pytest.mark.parametrize("changes", [{"ep": 1}, {"copies": 0}])
