@@ -110,6 +110,7 @@ _NO_CACHE = "an engine that sleeps while models use its device has no KV cache o
 
 _ONE_RANK = "an engine of one rank has all experts, so that there is nothing to place"
 _OUTSIDE = "is not implemented: engines outside of the job keep their experts in order"
+_BASE = "is not implemented: adapters are merged into weights that an engine has loaded, unknown outside of the job"
 _ADAPTERS = "an expert that moves needs all of its weights on another rank, which a sync of adapters does not send"
 
 REFUSED: dict[frozenset[Setting], str] = {
@@ -120,6 +121,7 @@ REFUSED: dict[frozenset[Setting], str] = {
     frozenset({("routing", "replayed, experts placed"), ("placement", "some engines apart")}): _ONE_RANK,
     frozenset({("routing", "replayed, experts placed"), ("engine", "vLLM")}): _ONE_RANK,
     frozenset({("routing", "replayed, experts placed"), ("pool", "and outside of it")}): _OUTSIDE,
+    frozenset({("pool", "and outside of it"), ("weights", "LoRA, adapters synced")}): _BASE,
     frozenset({("routing", "replayed, experts placed"), ("weights", "LoRA, adapters synced")}): _ADAPTERS,
 }
 """Pairs of settings that the dry run refuses, and why."""
