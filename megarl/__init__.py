@@ -7,6 +7,5 @@ __version__ = "0.2.0"
 if sys.version_info < (3, 12):  # all that emerging_optimizers, which Megatron-Core imports, needs of 3.12
     import typing
 
-    import typing_extensions
-
-    typing.override = typing_extensions.override  # type: ignore[attr-defined,unused-ignore]
+    # Written out, as programs without site-packages import this file: typing.override only marks a method.
+    typing.override = lambda method: method  # type: ignore[attr-defined,unused-ignore]
