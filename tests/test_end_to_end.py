@@ -435,8 +435,8 @@ def test_mtp_training_raises_draft_acceptance(
 
 @pytest.mark.nightly
 def test_draft_layer_follows_a_policy_that_learns(folder: Path, tmp_path: Path, host: str) -> None:
-    """The policy learns by its rewards, and the layer learns the policy's tokens meanwhile, so that the engine accepts
-    more and more of its drafts. A replay of the rollouts has the same losses, bit for bit."""
+    """The policy learns by its rewards, and the layer learns the policy's tokens meanwhile. In a replay of the rollouts
+    with a weight of its loss that is far below Adam's epsilon, it does not, and predicts them worse."""
     model = tiny_models.save(predictable_policy(), tmp_path / "model")
     overrides = [
         f"model.path={model}",
@@ -446,13 +446,14 @@ def test_draft_layer_follows_a_policy_that_learns(folder: Path, tmp_path: Path, 
         *("actor_optimizer.weight_decay=0", "actor_optimizer.warmup_fraction=0"),
     ]
     train(folder, tmp_path / "run", *overrides, host=host)
-    rows = read_metrics(tmp_path / "run")
-    losses, lengths = ([row[name] for row in rows] for name in ("actor/mtp_loss", "rollout/spec_accept_length"))
-    assert losses[-1] < losses[0] - 0.3, losses
-    assert lengths[0] > 1.5 and sum(lengths[-2:]) / 2 > lengths[0] + 0.2, lengths
+    control = [*overrides, "train.mtp_loss_coef=1e-12", f"rollout.replay={tmp_path}/run"]
+    train(folder, tmp_path / "control", *control, host=host)
+    rows, control_rows = read_metrics(tmp_path / "run"), read_metrics(tmp_path / "control")
+    trained, frozen = ([row["actor/mtp_loss"] for row in steps[2:]] for steps in (rows, control_rows))
+    assert sum(trained) / 6 < sum(frozen) / 6 - 0.2, (trained, frozen)
+    assert rows[0]["rollout/spec_accept_length"] > 1.5
     assert max(row["actor/ppo_kl"] for row in rows) > 0.01  # the policy changes
     assert max(row["rollout/logprob_diff_p95"] for row in rows) <= 1e-4
-    assert_replays(lambda target, replay: train(folder, target, *overrides, replay, host=host), tmp_path / "run")
 
 
 def test_drafts_with_truncated_sampling(folder: Path, tmp_path: Path, host: str) -> None:
