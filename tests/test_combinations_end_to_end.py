@@ -58,7 +58,9 @@ def overrides_of(folder: Path, run: pairwise.Run, port: int = 7000) -> list[str]
 
 
 def errors_of(folder: Path, run: pairwise.Run) -> list[str]:
-    _, _, _, config, *settings = build_command(folder, folder / "run", *overrides_of(folder, run))
+    """Return the errors of a dry run without a tokenizer, whose checks would start a process each time."""
+    model = ("model.path=", f"model.hf_config={folder}/mtp/config.json")
+    _, _, _, config, *settings = build_command(folder, folder / "run", *overrides_of(folder, run), *model)
     try:
         return [str(error) for error in validate(load_config(config, settings), dry_run=True).errors]
     except ConfigError as error:
