@@ -195,9 +195,9 @@ def test_syncs_of_adapters_are_planned(plan) -> None:
     # A and B of 4 layers: half of A [4, 128], which both sides cut alike, and B [64, 4], bfloat16. All are local.
     assert sent["each rank receives"] == "0.0 MB on average"
     host = report.memory[0].host
-    assert host["engine weights without adapters"] == 4 * 64 * 128 // 2 * 2
+    assert host["engine weights before merging"] == 4 * 64 * 128 // 2 * 2
     assert host["engine weights, asleep"] == report.memory[0].generation["engine weights"]
-    assert "engine weights without adapters" not in merged.memory[0].host
+    assert "engine weights before merging" not in merged.memory[0].host
 
 
 @pytest.mark.parametrize(
