@@ -167,7 +167,7 @@ def test_inherits_the_settings_of_a_run(model: Path, tmp_path: Path) -> None:
 
 
 def test_leaves_out_keys_of_training(model: Path, tmp_path: Path) -> None:
-    """What concerns weight syncs and the steps of training would be refused without a trainer."""
+    """Keys of weight syncs and of training steps, which would be refused without a trainer."""
     run = tmp_path / "run"
     run.mkdir()
     settings: dict[str, Any] = {"asynchronous": True, "oversample": 2, "max_staleness": 3, "samples_per_prompt": 6}

@@ -156,7 +156,7 @@ def check_muon(hf: HFConfig, config: Config, role: str) -> None:
     if settings.get("num_moe_experts") and settings.get("add_bias_linear"):
         raise ConfigError(
             f"{optimizer_key(role)}.type=muon, but the model's experts have biases: Megatron-Core 0.19.2 has no AdamW "
-            "for parameters of experts that are no matrices (optimizer/__init__.py:914); set it to adam"
+            "for parameters of experts other than matrices (optimizer/__init__.py:914); set it to adam"
         )
 
 

@@ -35,7 +35,7 @@ class ExternalEngine:
 
     address: str
     token: str = ""
-    """Of the session, the same on all ranks."""
+    """Token of the session, the same on all ranks."""
     wire: Wire | None = None
     """Connection for weights; None if there is no session."""
     version: int | None = None

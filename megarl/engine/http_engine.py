@@ -15,6 +15,7 @@ import socket
 import time
 import urllib.error
 import urllib.request
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -56,7 +57,7 @@ class ServerLaunch(NamedTuple):
     settings: Mapping[str, Any]
 
 
-class HTTPEngine:
+class HTTPEngine(ABC):
     """An `Engine` in separate processes that `engine_host.py` starts. Arguments as for `EngineBackend.make_engine`.
 
     A kind of engine is a subclass with `_make_launch` and `_start_host`. Its server answers the paths that are called
@@ -145,13 +146,13 @@ class HTTPEngine:
             self._launch()
             atexit.register(self.shutdown)
 
+    @abstractmethod
     def _make_launch(self) -> ServerLaunch:
         """Return how to start the server on `port`, with `api_key` and `tool_call_parser`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _start_host(self) -> HostProcess:
         """Start a host for this engine alone."""
-        raise NotImplementedError
 
     def _launch(self) -> None:
         hf = load_hf_config(self.config.model.path)

@@ -312,7 +312,7 @@ def _get_tensors(model: torch.nn.Module, sync_id: str | None) -> dict[str, torch
 
 
 class AdaptedModel(NamedTuple):
-    """What a model's weights are merged from: those that it has loaded, on the host, and the factors, by name."""
+    """The inputs of a merge, by name: the weights that the model has loaded, on the host, and the factors."""
 
     base: dict[str, torch.Tensor]
     factors: dict[str, torch.Tensor]

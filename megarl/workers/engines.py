@@ -73,7 +73,7 @@ class Engines:
         self.external: ExternalEngines | None = None
         """The engines outside of the job that this rank's engine feeds; None without an actor."""
         self.external_addresses: Sequence[str] = ()
-        """Those of all external engines; the same on all ranks."""
+        """Addresses of all external engines; the same on all ranks."""
         self._had_external = False
         self.version = 0
         self._actor: ActorWorker | None = None

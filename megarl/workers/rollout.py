@@ -61,8 +61,8 @@ class RolloutWorker(Worker):
         self._is_closing = False
         self._runner: RolloutRunner | None = None
         self._external_counts, self._num_external = [0] * 3, 0
-        """Of the step: responses of all engines and of external ones, and repeated requests; and how many external
-        engines may generate."""
+        """Counts of this step: responses of all engines, responses of external engines, repeated requests. Then the
+        number of external engines that may generate."""
         self._lost_counts = {"rollout/lost_samples": 0, "rollout/regenerated_samples": 0}
         self._expert_balance: ExpertBalance | None = None
         """Where the engines' experts are, if weight syncs move them."""

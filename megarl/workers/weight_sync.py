@@ -85,7 +85,7 @@ class WeightSync:
         """Sends all weights; with `rollout.sync_adapters_only` only for comparison."""
         self.adapter_executor: Executor | None = None
         self._adapter_orders: dict[str, list[tuple[dict[str, Any], bool]]] = {}
-        """What to keep and what to merge, see `_list_adapter_orders`; of the plan, like the executors."""
+        """The orders "keep" and "merge" for this rank's engine, built once per plan, see `_list_adapter_orders`."""
         self.num_syncs = 0
         """Syncs since `verify_next`; counted on all ranks, including non-members."""
         self.is_checked = False
@@ -129,7 +129,7 @@ class WeightSync:
     def sync(self, local: Mapping[str, torch.Tensor], version: int) -> bool:
         """Replace every engine's weights by the training ranks' shards, as the given version.
 
-        local: this rank's shards by canonical name, of `MergedWeights` if there are adapters; empty on ranks that do
+        local: this rank's shards by canonical name, as `MergedWeights` if there are adapters; empty on ranks that do
         not train. Returns True if all engines have
         the weights. Returns False if an engine was lost: no engine generates then, and the sync must be repeated after
         the restart.
@@ -204,7 +204,7 @@ class WeightSync:
 
     @property
     def sync_executor(self) -> Executor | None:
-        """What sends in each weight sync; None before the first."""
+        """The executor that every weight sync runs; None before the first sync."""
         return self.adapter_executor if self.adapted else self.weight_executor
 
     def _send(self, local: Mapping[str, torch.Tensor], sender: WeightSender, version: int) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 torch.set_num_threads(1)
 
 import tiny  # noqa: E402
-from ranks_layout import policy_loss, value_loss  # noqa: E402
+from ranks_layout import equal, policy_loss, states, value_loss  # noqa: E402
 
 from megarl.models.layout_algebra import shard  # noqa: E402
 from megarl.parallel import ranks as parallel_ranks  # noqa: E402
@@ -34,25 +33,6 @@ CASES: dict[str, tuple[str, str, dict[str, Any], float]] = {
     "LoRA": ("qwen3_moe", "actor", {**BF16, **LORA}, 1.0),
 }
 """Name -> family, role, layout and sections, share on the host."""
-
-
-def states(model: Any) -> Iterator[torch.Tensor]:
-    """Yield masters, moments and step counts in the order of the model's parameters."""
-    from megarl.megatron.optimizer import _dist_optimizers
-
-    for _, part in _dist_optimizers(model.optimizer):
-        for param in part.model_param_group_index_map:
-            values = part._get_main_param_and_optimizer_states(param)
-            yield from (values[name].detach().flatten() for name in ("param", "exp_avg", "exp_avg_sq", "step"))
-
-
-def equal(first: Any, second: Any) -> bool:
-    """Return whether weights, adapters, masters, moments and step counts of two models have the same bits."""
-    pairs = list(zip(states(first), states(second), strict=True))
-    for one, other in zip(*((model.local_params(), model.local_adapters()) for model in (first, second)), strict=True):
-        assert one.keys() == other.keys()
-        pairs += [(one[name], other[name]) for name in one]
-    return all(torch.equal(a, b) for a, b in pairs)
 
 
 def check(name: str, folder: Path) -> dict[str, Any]:

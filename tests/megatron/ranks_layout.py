@@ -92,6 +92,28 @@ def shard_of_gradient(model: Any) -> dict[str, torch.Tensor]:
     return result
 
 
+def states(model: Any) -> Iterator[torch.Tensor]:
+    """Yield masters, moments and AdamW's step counts in the order of the model's parameters."""
+    from megarl.megatron.optimizer import _dist_optimizers, _layer_wise_optimizers
+
+    for part in _layer_wise_optimizers(model.optimizer).values():
+        for _, values in part.states():
+            yield from values.values()
+    for _, part in _dist_optimizers(model.optimizer):
+        for param in part.model_param_group_index_map:
+            values = part._get_main_param_and_optimizer_states(param)
+            yield from (values[name].detach().flatten() for name in ("param", "exp_avg", "exp_avg_sq", "step"))
+
+
+def equal(first: Any, second: Any) -> bool:
+    """Return whether weights, adapters, masters, moments and step counts of two models have the same bits."""
+    pairs = list(zip(states(first), states(second), strict=True))
+    for one, other in zip(*((model.local_params(), model.local_adapters()) for model in (first, second)), strict=True):
+        assert one.keys() == other.keys()
+        pairs += [(one[name], other[name]) for name in one]
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
 def gather(
     model: Any, local: dict[str, torch.Tensor], add: bool, params: Sequence[Param] = ()
 ) -> dict[str, torch.Tensor]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ torch.set_num_threads(1)
 
 import reference  # noqa: E402
 import tiny  # noqa: E402
-from ranks_layout import gather, infinite_loss, policy_loss, value_loss, weight_and_state_bytes  # noqa: E402
+from ranks_layout import equal, gather, infinite_loss, policy_loss, states, value_loss, weight_and_state_bytes  # noqa: E402
 
 from megarl.controllers.controller import load_requirements  # noqa: E402
 from megarl.models.layout_algebra import shard  # noqa: E402
@@ -123,28 +122,6 @@ class Reference:
             weight.mul_(1 - self.lr * MUON["weight_decay"])
         root = (square / (1 - MUON["beta2"] ** self.steps)).sqrt() + MUON["eps"]
         weight.sub_(self.lr * mean / (1 - MUON["beta1"] ** self.steps) / root)
-
-
-def states(model: Any) -> Iterator[torch.Tensor]:
-    """Yield masters, moments and AdamW's step counts in the order of the model's parameters."""
-    from megarl.megatron.optimizer import _dist_optimizers, _layer_wise_optimizers
-
-    for part in _layer_wise_optimizers(model.optimizer).values():
-        for _, values in part.states():
-            yield from values.values()
-    for _, part in _dist_optimizers(model.optimizer):
-        for param in part.model_param_group_index_map:
-            values = part._get_main_param_and_optimizer_states(param)
-            yield from (values[name].detach().flatten() for name in ("param", "exp_avg", "exp_avg_sq", "step"))
-
-
-def equal(first: Any, second: Any) -> bool:
-    """Return whether weights, adapters, masters, moments and step counts of two models have the same bits."""
-    pairs = list(zip(states(first), states(second), strict=True))
-    for one, other in zip(*((model.local_params(), model.local_adapters()) for model in (first, second)), strict=True):
-        assert one.keys() == other.keys()
-        pairs += [(one[name], other[name]) for name in one]
-    return all(torch.equal(a, b) for a, b in pairs)
 
 
 def gathered(model: Any) -> dict[str, torch.Tensor]:

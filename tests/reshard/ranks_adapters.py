@@ -6,12 +6,9 @@ engine with others.
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from ranks_executor import (
     FakeEngineModel,
     Tensors,
@@ -24,6 +21,7 @@ from ranks_executor import (
     position_of,
     quantise_experts,
     quantise_weights,
+    run_cases,
     shards,
     smallest_plan,
 )
@@ -34,7 +32,6 @@ from megarl.models.fp8 import dequantise, is_quantised, quantise
 from megarl.models.layout_algebra import Param
 from megarl.models.lora_tables import MergedWeights, adapted_weights, factor_params, merge_adapter
 from megarl.models.registry import family_of
-from megarl.parallel import ranks
 from megarl.reshard.plan.adapters import AdapterTable, factor_shapes, keeps_codes, list_merges
 from megarl.reshard.run.executor import Executor
 
@@ -195,17 +192,5 @@ class Run:
         }
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    ranks.warm_up_group()  # as in a job
-    rank, results = dist.get_rank(), {}
-    for text in sys.argv[1:]:
-        run = Run(text, rank)
-        if rank in run.executor.plan.rank_map.participants:  # other ranks do not take part
-            results[text] = run.result()
-    print("RESULT " + json.dumps(results), flush=True)
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    run_cases(Run)

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -291,12 +292,13 @@ class Run:
         }
 
 
-def main() -> None:
+def run_cases(make_run: Callable[[str, int], Any]) -> None:
+    """Run the cases of the command line on this rank, and print their results."""
     dist.init_process_group("gloo")
     ranks.warm_up_group()  # as in a job
     rank, results = dist.get_rank(), {}
     for text in sys.argv[1:]:
-        run = Run(text, rank)
+        run = make_run(text, rank)
         if rank in run.executor.plan.rank_map.participants:  # other ranks do not take part
             results[text] = run.result()
     if not os.environ.get("DIE"):
@@ -313,4 +315,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_cases(Run)

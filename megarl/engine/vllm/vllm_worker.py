@@ -61,7 +61,7 @@ class MaskSampler(Sampler):
 
 
 class _Batch:
-    """What AuxOutputWorkerConnector reads of a batch of the V2 model runner."""
+    """The three attributes of the V2 model runner's batch that AuxOutputWorkerConnector reads."""
 
     def __init__(self, req_ids: list[str], num_scheduled: Sequence[int], num_computed: np.ndarray) -> None:
         self.req_ids = req_ids

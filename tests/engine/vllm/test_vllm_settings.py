@@ -1,4 +1,4 @@
-"""What `rollout.engine=vllm` refuses, and the arguments that vLLM gets."""
+"""Settings that `rollout.engine=vllm` refuses, and the arguments that it passes to vLLM."""
 
 from __future__ import annotations
 
