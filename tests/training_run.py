@@ -78,8 +78,9 @@ def train(folder: Path, run_dir: Path, *overrides: str, host: str = "", record: 
             world, "tests/train_rank.py", config, *settings, timeout=500, record=record, variables=with_host(host)
         )
     except pytest.fail.Exception as failure:  # the log of a rank that hung has its stacks
-        logs = [f"--- {path}\n{path.read_text()[-8000:]}" for path in sorted((run_dir / "logs").glob("rank_*.log"))]
-        pytest.fail("\n".join([str(failure), *logs]), pytrace=False)
+        for path in sorted((run_dir / "logs").glob("rank_*.log")):
+            failure.add_note(f"--- {path}\n{path.read_text(errors='replace')[-8000:]}")
+        raise
     if record:
         target = run_dir.parent / f"{run_dir.name}_communication"
         target.mkdir()
