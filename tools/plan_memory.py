@@ -279,10 +279,10 @@ def model_state_bytes(model: Any) -> dict[str, int]:
     moments, and master weights unless they are the model's own weights. `optimizer, offloaded` are those on the host,
     if any.
     """
+    from megarl.megatron import fsdp
     from megarl.megatron.optimizer import device_state_tensors, state_tensors
 
-    weights = list(model.local_params().values())
-    buffers = [buffer for chunk in model.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    weights = list(model.local_shards().values())
     weight_storages = {(storage := tensor.untyped_storage()).data_ptr(): storage.nbytes() for tensor in weights}
     states = [tensor for tensor in device_state_tensors(model.optimizer) if tensor.dim()]  # without step counts
     separate = [tensor for tensor in states if tensor.untyped_storage().data_ptr() not in weight_storages]
@@ -290,7 +290,7 @@ def model_state_bytes(model: Any) -> dict[str, int]:
     on_host = [t for t in state_tensors(model.optimizer) if t.dim() and id(t) not in on_device]
     return {
         "weights": sum(weight_storages.values()),
-        "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
+        "gradients": sum(tensor.nbytes for tensor in fsdp.grad_tensors(model.chunks)),
         "optimizer": sum(tensor.nbytes for tensor in separate),
         **({OFFLOADED_STATES: sum(tensor.nbytes for tensor in on_host)} if on_host else {}),
     }

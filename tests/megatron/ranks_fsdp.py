@@ -1,0 +1,176 @@
+"""Megatron-FSDP on two ranks: steps compared with DistributedDataParallel, and all that keeps or moves weights and states.
+
+Arguments: a folder for checkpoints, and the cases of `CASES` to run, separated by semicolons. Prints for each what
+differs and what is equal.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents[2] / "tools")]
+torch.set_num_threads(1)
+
+import tiny  # noqa: E402
+from ranks_layout import ADAM, infinite_loss, policy_loss, value_loss  # noqa: E402
+
+from megarl.models.layout_algebra import shard  # noqa: E402
+from megarl.parallel import ranks as parallel_ranks  # noqa: E402
+
+BF16 = {"model": {"dtype": "bfloat16"}}
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "tied": ("qwen2", "actor", {}),
+    "untied": ("llama", "actor", {}),
+    "MoE, EP 2": ("qwen3_moe", "actor", {"ep": 2}),
+    "MoE, bf16": ("qwen3_moe", "actor", BF16),
+    "MoE, CP 2, recompute": ("qwen3_moe", "actor", {"cp": 2, "model": {"megatron": RECOMPUTE}}),
+    "MLA, EP 2": ("deepseek_v3", "actor", {"ep": 2}),
+    "critic": ("qwen3_moe", "critic", {}),
+    "PP 2": ("qwen3_moe", "actor", {"pp": 2}),
+    "tied, PP 2": ("qwen2", "actor", {"pp": 2}),
+    "vision": ("qwen2_5_vl", "actor", {}),
+    "delta": ("qwen3_5_moe", "actor", {}),
+    "gptoss": ("gpt_oss", "actor", {"ep": 2}),
+    "gemma": ("gemma2", "actor", {}),
+    "dsa": ("deepseek_v32", "actor", {}),
+    "mtp": ("deepseek_v3_mtp", "actor", {"train": {"mtp_loss_coef": 0.3}}),
+    "TP 2": ("qwen3_moe", "actor", {"tp": 2}),
+    "TP 2, EP 2": ("qwen3_moe", "actor", {"tp": 2, "ep": 2}),
+}
+"""Name -> family, role, layout and sections."""
+
+
+def states(model: Any) -> list[torch.Tensor]:
+    """Return copies of this rank's weights, masters, moments and step counts."""
+    from megarl.megatron.optimizer import iter_step_holders, state_tensors
+
+    counts = [torch.tensor(float(holder["step"])) for holder in iter_step_holders(model.optimizer)]
+    return [tensor.clone() for tensor in (*model.local_shards().values(), *state_tensors(model.optimizer), *counts)]
+
+
+def equal(first: Any, second: Any) -> bool:
+    """Return whether two models with the same layout have the same bits."""
+    pairs = list(zip(states(first), states(second), strict=True))
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+def whole(model: Any) -> dict[str, torch.Tensor]:
+    """Return copies of this rank's weights, whole."""
+    with model.gathered_params():
+        return {name: tensor.detach().clone() for name, tensor in model.local_params().items()}
+
+
+def gap(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
+    """Return the largest difference of weights, in learning rates."""
+    assert first.keys() == second.keys() and first
+    return max(float((first[name].float() - second[name].float()).abs().max()) for name in first) / ADAM["lr"]
+
+
+def check(name: str, folder: Path) -> dict[str, Any]:
+    from megarl.checkpoint.export import gather_hf
+    from megarl.megatron.dist_checkpoint import async_copy_bytes, restore_model
+    from megarl.megatron.optimizer import state_tensors
+    from megarl.megatron.trainer_model import MegatronModel
+
+    family, role, sections = CASES[name]
+    weights = tiny.hf_tensors(tiny.hf_model(family))
+    if role == "critic":
+        weights["score.weight"] = torch.randn(
+            1, tiny.HF[family]["hidden_size"], generator=torch.Generator().manual_seed(3)
+        )
+    loss, batch = value_loss if role == "critic" else policy_loss, tiny.batch()
+
+    def build(fsdp: bool) -> Any:
+        train = {"fsdp": fsdp, "max_tokens_per_gpu": 30} | sections.get("train", {})  # several micro-batches
+        config = tiny.config(world=2, **{**sections, "train": train}, actor_optimizer=ADAM, critic={"optimizer": ADAM})
+        ranks = parallel_ranks.create_layout(config.parallel)
+        model = MegatronModel(tiny.HF[family], config, ranks, role, total_updates=9)  # type: ignore[arg-type]
+        model.load_shards(lambda param, parts, part: shard(param, weights, parts, part))
+        return model
+
+    plain, model = build(False), build(True)
+    output = "values" if role == "critic" else "logprobs"
+    result: dict[str, Any] = {"loaded": gap(whole(plain), whole(model)) == 0}
+    model.save_snapshot()
+    outputs = [each.forward(batch)[output] for each in (plain, model)]
+    result["outputs"] = float((outputs[0] - outputs[1]).abs().max())
+    for step in (1, 2, 3):
+        metrics = [each.train_step(batch, loss) for each in (plain, model)]
+        for key, value in metrics[0].items():
+            result[f"{key} {step}"] = abs(metrics[1][key] / value - 1) if value else abs(metrics[1][key])
+        result[f"weights {step}"] = gap(whole(plain), whole(model))
+    hf = [dict(gather_hf_of(each, gather_hf)) for each in (plain, model)]
+    result["exported"] = gap(hf[0], hf[1])
+
+    before = states(model)
+    skipped = model.train_step(batch, lambda output, part: infinite_loss(loss(output, part)))
+    result["skipped"] = skipped[f"{role}/skipped"] == 1.0 and all(map(torch.equal, before, states(model)))
+
+    # Save, and resume in FSDP: the next step is the same, bit by bit. Without FSDP, checkpoints are the same.
+    paths = [folder / name / kind for kind in ("plain", "fsdp")]
+    for each, path in zip((plain, model), paths, strict=True):
+        path.mkdir(parents=True, exist_ok=True)
+        tiny.save_model(each, path)
+    held = sum(
+        tensor.nbytes for tensor in (*model.local_shards().values(), *state_tensors(model.optimizer)) if tensor.dim()
+    )
+    result["saved bytes"] = async_copy_bytes(model) == held
+    resumed, crossed, back = build(True), build(True), build(False)
+    restore_model(resumed, paths[1])
+    restore_model(crossed, paths[0])
+    restore_model(back, paths[1])
+    result["restored"] = equal(model, resumed)
+    result["from DDP"] = gap(whole(plain), whole(crossed)) == 0
+    result["to DDP"] = gap(whole(model), whole(back)) == 0
+    metrics = [each.train_step(batch, loss) for each in (model, resumed, plain, crossed, back)]
+    result["resumed"] = metrics[0] == metrics[1] and equal(model, resumed)
+    result["step from DDP"] = gap(whole(plain), whole(crossed))
+    result["step to DDP"] = gap(whole(model), whole(back))
+
+    # A reference's weights are swapped in and out.
+    copy = plain_copy = model.host_copy()
+    after = states(model)
+    model.train_step(batch, loss)
+    updated = states(model)
+    with model.swap_weights(copy):
+        result["swapped"] = all(torch.equal(a, b) for a, b in zip(after, model.local_shards().values(), strict=False))
+        swapped = model.forward(batch)[output]
+    result["swapped outputs"] = torch.equal(swapped, resumed.forward(batch)[output])
+    result["swapped back"] = all(map(torch.equal, updated, states(model))) and plain_copy is copy
+    resumed.train_step(batch, loss)
+
+    # All leaves the device and comes back.
+    freed = model.offload()
+    memory = (
+        [tensor.untyped_storage().nbytes() for tensor in model.optimizer_and_weights()]
+        if hasattr(model, "optimizer_and_weights")
+        else [0]
+    )
+    result["offloaded"] = freed > 0 and not any(memory)
+    metrics = [each.train_step(batch, loss) for each in (model, resumed)]
+    result["after offloading"] = metrics[0] == metrics[1] and equal(model, resumed)
+
+    model.rollback()
+    fresh = build(True)
+    result["rolled back"] = equal(model, fresh)
+    metrics = [each.train_step(batch, loss) for each in (model, fresh)]
+    result["after rollback"] = metrics[0] == metrics[1] and equal(model, fresh)
+    return result
+
+
+def gather_hf_of(model: Any, gather_hf: Any) -> Any:
+    with model.gathered_params():
+        yield from gather_hf(model.merged_params(), model.params(), model.ranks)
+
+
+if __name__ == "__main__":
+    parallel_ranks.initialize(tiny.config(world=2).parallel, timeout_s=120)
+    names = sys.argv[2].split(";") if len(sys.argv) > 2 else list(CASES)
+    print("RESULT " + json.dumps({name: check(name, Path(sys.argv[1])) for name in names}))
+    parallel_ranks.shutdown()
