@@ -270,10 +270,9 @@ class TrainConfig:
     """Offload weights and optimizer states to the host while engines generate; the host must have room for those of
     both models."""
     fsdp: bool = False
-    """Megatron-FSDP instead of DistributedDataParallel: weights, gradients and optimizer states of the trained models are
-    sharded over data parallel ranks, experts over those that share them. Each layer's weights are gathered for its
-    passes, and all weights of a rank's tp and ep shards for the weight sync. Without it, every rank has its weights and
-    gradients whole."""
+    """Megatron-FSDP instead of DistributedDataParallel: weights and gradients of trained models are sharded over data
+    parallel ranks, as optimizer states always are. A layer's weights are gathered for its passes, and all weights of a
+    rank's tp and ep shards for weight sync."""
     ddp: dict[str, Any] = field(default_factory=dict)
     """Further fields of Megatron's DistributedDataParallelConfig, by Megatron's names, such as overlap_grad_reduce."""
 

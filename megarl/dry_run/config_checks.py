@@ -180,9 +180,9 @@ def check_fsdp(config: Config, role: str) -> None:
         )
     if config.lora.rank:
         raise ConfigError(
-            f"train.fsdp with {config.lora.rank=} is not implemented: Megatron-FSDP knows parameters of experts by "
-            "names of theirs, which adapters lack (param_and_grad_buffer.py:1782), and gathers a module's own "
-            "parameters for it, of which adapters have none; remove one of them"
+            f"train.fsdp with lora.rank={config.lora.rank} is not implemented: Megatron-FSDP knows parameters of "
+            "experts by the names of theirs (param_and_grad_buffer.py:1782), and gathers a module's own parameters for "
+            "it, of which adapters have none; remove one of them"
         )
     if "overlap_grad_reduce" in config.train.ddp:
         raise ConfigError("train.ddp.overlap_grad_reduce with train.fsdp, which always overlaps; remove it")

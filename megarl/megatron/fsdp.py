@@ -1,8 +1,9 @@
 """Megatron-FSDP: weights, gradients and optimizer states sharded over data parallel ranks (ZeRO-3).
 
 Each rank keeps a range of the rows of every parameter. A layer's weights are gathered for its forward and its backward
-pass and then dropped, and its gradients are reduced and scattered in the backward pass. Embedding, final norm and output
-layer are gathered for a whole pass. Between passes nothing is gathered: a parameter has its whole shape, but no memory.
+pass and then dropped, and its gradients are reduced and scattered in the backward pass. Embedding, final norm and
+output layer are gathered for a whole pass. Between passes nothing is gathered: a parameter has its whole shape, but no
+memory.
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ class MegatronModel:
     def local_params(self) -> dict[str, torch.Tensor]:
         """Return this rank's parameters, in place, by canonical name (see `parameter_names.py`).
 
-        With LoRA these are the base model's parameters. With `train.fsdp` they have values within `gathered_params` alone.
+        With LoRA these are the base model's parameters. With `train.fsdp` they have values in `gathered_params` alone.
         """
         return {name: tensor.detach() for name, tensor in self._named_params().items()}
 

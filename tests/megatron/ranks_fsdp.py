@@ -1,12 +1,13 @@
-"""Megatron-FSDP on two ranks: steps compared with DistributedDataParallel, and all that keeps or moves weights and states.
+"""Megatron-FSDP: steps compared with DistributedDataParallel, and all that keeps or moves weights and states.
 
-Arguments: a folder for checkpoints, and the cases of `CASES` to run, separated by semicolons. Prints for each what
-differs and what is equal.
+Arguments: `beside`, for a step on ranks 1 and 2 of three; or a folder for checkpoints, and the cases of `CASES` to run,
+separated by semicolons. Prints for each what differs and what is equal.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,11 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents
 torch.set_num_threads(1)
 
 import tiny  # noqa: E402
-from ranks_layout import ADAM, infinite_loss, policy_loss, value_loss  # noqa: E402
+from ranks_layout import ADAM, infinite_loss, policy_loss, value_loss, weight_and_state_bytes  # noqa: E402
 
+from megarl.controllers.controller import load_requirements  # noqa: E402
 from megarl.models.layout_algebra import shard  # noqa: E402
+from megarl.models.memory import plan_memory  # noqa: E402
 from megarl.parallel import ranks as parallel_ranks  # noqa: E402
 
 BF16 = {"model": {"dtype": "bfloat16"}}
@@ -41,6 +44,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "dsa": ("deepseek_v32", "actor", {}),
     "mtp": ("deepseek_v3_mtp", "actor", {"train": {"mtp_loss_coef": 0.3}}),
     "TP 2": ("qwen3_moe", "actor", {"tp": 2}),
+    "TP 2, DP 2, EP 2": ("qwen3_moe", "actor", {"tp": 2, "ep": 2}),  # of four ranks
+    "tied, PP 2, DP 2": ("qwen2", "actor", {"pp": 2}),
     "TP 2, EP 2": ("qwen3_moe", "actor", {"tp": 2, "ep": 2}),
 }
 """Name -> family, role, layout and sections."""
@@ -73,6 +78,8 @@ def gap(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> floa
 
 
 def check(name: str, folder: Path) -> dict[str, Any]:
+    from plan_memory import model_state_bytes
+
     from megarl.checkpoint.export import gather_hf
     from megarl.megatron.dist_checkpoint import async_copy_bytes, restore_model
     from megarl.megatron.optimizer import state_tensors
@@ -88,15 +95,24 @@ def check(name: str, folder: Path) -> dict[str, Any]:
 
     def build(fsdp: bool) -> Any:
         train = {"fsdp": fsdp, "max_tokens_per_gpu": 30} | sections.get("train", {})  # several micro-batches
-        config = tiny.config(world=2, **{**sections, "train": train}, actor_optimizer=ADAM, critic={"optimizer": ADAM})
+        optimizers = {"actor_optimizer": ADAM, "critic": {"optimizer": ADAM}}
+        config = tiny.config(world=torch.distributed.get_world_size(), **{**sections, "train": train}, **optimizers)
         ranks = parallel_ranks.create_layout(config.parallel)
         model = MegatronModel(tiny.HF[family], config, ranks, role, total_updates=9)  # type: ignore[arg-type]
         model.load_shards(lambda param, parts, part: shard(param, weights, parts, part))
         return model
 
     plain, model = build(False), build(True)
+    sizes = parallel_ranks.all_gather_objects(model_state_bytes(model))
+    if model.ranks.pp == 1:
+        declared = load_requirements(model.config)
+        plan = plan_memory(tiny.HF[family], model.config, declared, tiny.HF[family])[0].states
+    else:
+        plan = {}
     output = "values" if role == "critic" else "logprobs"
     result: dict[str, Any] = {"loaded": gap(whole(plain), whole(model)) == 0}
+    for part in sizes[0] if plan else ():
+        result[f"planned {part}"] = max(size[part] for size in sizes) / plan[f"{role} {part}"] - 1
     model.save_snapshot()
     outputs = [each.forward(batch)[output] for each in (plain, model)]
     result["outputs"] = float((outputs[0] - outputs[1]).abs().max())
@@ -134,25 +150,21 @@ def check(name: str, folder: Path) -> dict[str, Any]:
     result["step to DDP"] = gap(whole(model), whole(back))
 
     # A reference's weights are swapped in and out.
-    copy = plain_copy = model.host_copy()
+    copy = model.host_copy()
     after = states(model)
     model.train_step(batch, loss)
     updated = states(model)
     with model.swap_weights(copy):
-        result["swapped"] = all(torch.equal(a, b) for a, b in zip(after, model.local_shards().values(), strict=False))
+        weights_now = list(model.local_shards().values())
+        result["swapped"] = all(map(torch.equal, after[: len(weights_now)], weights_now))
         swapped = model.forward(batch)[output]
     result["swapped outputs"] = torch.equal(swapped, resumed.forward(batch)[output])
-    result["swapped back"] = all(map(torch.equal, updated, states(model))) and plain_copy is copy
+    result["swapped back"] = all(map(torch.equal, updated, states(model)))
     resumed.train_step(batch, loss)
 
     # All leaves the device and comes back.
     freed = model.offload()
-    memory = (
-        [tensor.untyped_storage().nbytes() for tensor in model.optimizer_and_weights()]
-        if hasattr(model, "optimizer_and_weights")
-        else [0]
-    )
-    result["offloaded"] = freed > 0 and not any(memory)
+    result["offloaded"] = freed > 0 and weight_and_state_bytes(model) == (0, 0)
     metrics = [each.train_step(batch, loss) for each in (model, resumed)]
     result["after offloading"] = metrics[0] == metrics[1] and equal(model, resumed)
 
@@ -169,8 +181,26 @@ def gather_hf_of(model: Any, gather_hf: Any) -> Any:
         yield from gather_hf(model.merged_params(), model.params(), model.ranks)
 
 
-if __name__ == "__main__":
-    parallel_ranks.initialize(tiny.config(world=2).parallel, timeout_s=120)
+def train_beside_rank() -> dict[str, float]:
+    """Take a step on ranks 1 and 2 of a job of three, and return its metrics; rank 0 has no model, and none."""
+    from megarl.megatron.trainer_model import MegatronModel
+
+    config = tiny.config(world=2, ep=2, train={"fsdp": True}, actor_optimizer=ADAM)
+    ranks = parallel_ranks.create_layout(config.parallel, 60, members=(1, 2))
+    if ranks is None:
+        return {}
+    weights = tiny.hf_tensors(tiny.hf_model("qwen3_moe"))
+    model = MegatronModel(tiny.HF["qwen3_moe"], config, ranks, "actor", total_updates=9)
+    model.load_shards(lambda param, parts, part: shard(param, weights, parts, part))
+    return model.train_step(tiny.batch(), policy_loss)
+
+
+if __name__ == "__main__" and sys.argv[1] == "beside":
+    parallel_ranks.initialize(tiny.config(world=3).parallel, timeout_s=60)
+    print("RESULT " + json.dumps(train_beside_rank()))
+    parallel_ranks.shutdown()
+elif __name__ == "__main__":
+    parallel_ranks.initialize(tiny.config(world=int(os.environ["WORLD_SIZE"])).parallel, timeout_s=120)
     names = sys.argv[2].split(";") if len(sys.argv) > 2 else list(CASES)
     print("RESULT " + json.dumps({name: check(name, Path(sys.argv[1])) for name in names}))
     parallel_ranks.shutdown()
