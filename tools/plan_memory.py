@@ -90,7 +90,11 @@ def base_config(options: argparse.Namespace, world: int, engine: dict[str, int])
             },
             "actor_optimizer": {"offload_fraction": options.offload_fraction},
             "critic": {"optimizer": {"offload_fraction": options.offload_fraction}},
-            "train": {"max_tokens_per_gpu": options.tokens, "logits_chunk_size": options.logits_chunk_size},
+            "train": {
+                "fsdp": options.fsdp,
+                "max_tokens_per_gpu": options.tokens,
+                "logits_chunk_size": options.logits_chunk_size,
+            },
         }
     )
 
@@ -418,6 +422,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         default=0.0,
         help="of optimizer states, on the host (actor_optimizer.offload_fraction)",
     )
+    parser.add_argument("--fsdp", action="store_true", help="train.fsdp")
     parser.add_argument("--measure", action="store_true", help="build it on this CPU and compare; small models only")
     parser.add_argument("--json", action="store_true", help="figures for a program, instead of tables")
     parser.set_defaults(given=arguments)

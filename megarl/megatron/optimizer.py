@@ -248,8 +248,8 @@ def _masters_and_moments(inner: torch.optim.Optimizer) -> Iterator[torch.Tensor]
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a DTensor, of which Megatron-FSDP's masters and moments are, or the tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """Return this rank's part of a DTensor, as Megatron-FSDP's masters and moments are, or the tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # `to_local` makes a new view each time
 
 
 def reload_masters(optimizer: Any) -> None:
