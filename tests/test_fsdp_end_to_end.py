@@ -18,7 +18,7 @@ SETTINGS = (
     *("algorithm=grpo", "kl.apply_to=none", "run.save_every=1", "run.keep_checkpoints=4", "data.eval=[]"),
     *("run.num_update=1", "run.ppo_epochs=1", "reward.functions=[sum_reward:even]"),
     # By default AdamW makes as large an update of a gradient that is rounding alone.
-    "actor_optimizer.eps=1e-3",
+    *("actor_optimizer.eps=1e-3", "actor_optimizer.schedule=constant", "actor_optimizer.warmup_fraction=0"),
 )
 
 

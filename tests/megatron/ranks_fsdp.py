@@ -36,7 +36,6 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "MLA, EP 2": ("deepseek_v3", "actor", {"ep": 2}),
     "critic": ("qwen3_moe", "critic", {}),
     "PP 2": ("qwen3_moe", "actor", {"pp": 2}),
-    "tied, PP 2": ("qwen2", "actor", {"pp": 2}),
     "vision": ("qwen2_5_vl", "actor", {}),
     "delta": ("qwen3_5_moe", "actor", {}),
     "gptoss": ("gpt_oss", "actor", {"ep": 2}),
@@ -45,7 +44,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mtp": ("deepseek_v3_mtp", "actor", {"train": {"mtp_loss_coef": 0.3}}),
     "TP 2": ("qwen3_moe", "actor", {"tp": 2}),
     "TP 2, DP 2, EP 2": ("qwen3_moe", "actor", {"tp": 2, "ep": 2}),  # of four ranks
-    "tied, PP 2, DP 2": ("qwen2", "actor", {"pp": 2}),
+    "PP 2, DP 2": ("qwen3_moe", "actor", {"pp": 2}),
     "TP 2, EP 2": ("qwen3_moe", "actor", {"tp": 2, "ep": 2}),
 }
 """Name -> family, role, layout and sections."""
