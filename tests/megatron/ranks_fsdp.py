@@ -37,11 +37,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "critic": ("qwen3_moe", "critic", {}),
     "PP 2": ("qwen3_moe", "actor", {"pp": 2}),
     "vision": ("qwen2_5_vl", "actor", {}),
-    "delta": ("qwen3_5_moe", "actor", {}),
-    "gptoss": ("gpt_oss", "actor", {"ep": 2}),
-    "gemma": ("gemma2", "actor", {}),
-    "dsa": ("deepseek_v32", "actor", {}),
-    "mtp": ("deepseek_v3_mtp", "actor", {"train": {"mtp_loss_coef": 0.3}}),
+    "MTP": ("deepseek_v3_mtp", "actor", {"train": {"mtp_loss_coef": 0.3}}),
     "TP 2": ("qwen3_moe", "actor", {"tp": 2}),
     "TP 2, DP 2, EP 2": ("qwen3_moe", "actor", {"tp": 2, "ep": 2}),  # of four ranks
     "PP 2, DP 2": ("qwen3_moe", "actor", {"pp": 2}),
