@@ -103,6 +103,7 @@ FEATURES: dict[str, dict[str, Sequence[str]]] = {
         "AdamW": (),
         "AdamW on the host": ("actor_optimizer.offload_fraction=1", "critic.optimizer.offload_fraction=0.5"),
         "Muon": ("actor_optimizer.type=muon", "critic.optimizer.type=muon"),
+        "AdamW with FSDP": ("train.fsdp=true",),
     },
 }
 
@@ -111,6 +112,9 @@ _NO_CACHE = "an engine that sleeps while models use its device has no KV cache o
 _ONE_RANK = "an engine of one rank has all experts, so that there is nothing to place"
 _OUTSIDE = "is not implemented: engines outside of the job keep their experts in order"
 _BASE = "is not implemented: adapters are merged into weights that an engine has loaded, unknown outside of the job"
+_FACTORS = (
+    "is not implemented: Megatron-FSDP gathers no weights for adapters, and takes those of experts for dense ones"
+)
 _ADAPTERS = "an expert that moves needs all of its weights on another rank, which a sync of adapters does not send"
 
 REFUSED: dict[frozenset[Setting], str] = {
@@ -123,6 +127,8 @@ REFUSED: dict[frozenset[Setting], str] = {
     frozenset({("routing", "replayed, experts placed"), ("pool", "and outside of it")}): _OUTSIDE,
     frozenset({("pool", "and outside of it"), ("weights", "LoRA, adapters synced")}): _BASE,
     frozenset({("routing", "replayed, experts placed"), ("weights", "LoRA, adapters synced")}): _ADAPTERS,
+    frozenset({("weights", "LoRA"), ("optimizer", "AdamW with FSDP")}): _FACTORS,
+    frozenset({("weights", "LoRA, adapters synced"), ("optimizer", "AdamW with FSDP")}): _FACTORS,
 }
 """Pairs of settings that the dry run refuses, and why."""
 

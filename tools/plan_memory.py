@@ -90,7 +90,11 @@ def base_config(options: argparse.Namespace, world: int, engine: dict[str, int])
             },
             "actor_optimizer": {"offload_fraction": options.offload_fraction},
             "critic": {"optimizer": {"offload_fraction": options.offload_fraction}},
-            "train": {"max_tokens_per_gpu": options.tokens, "logits_chunk_size": options.logits_chunk_size},
+            "train": {
+                "fsdp": options.fsdp,
+                "max_tokens_per_gpu": options.tokens,
+                "logits_chunk_size": options.logits_chunk_size,
+            },
         }
     )
 
@@ -279,10 +283,10 @@ def model_state_bytes(model: Any) -> dict[str, int]:
     moments, and master weights unless they are the model's own weights. `optimizer, offloaded` are those on the host,
     if any.
     """
+    from megarl.megatron import fsdp
     from megarl.megatron.optimizer import device_state_tensors, state_tensors
 
-    weights = list(model.local_params().values())
-    buffers = [buffer for chunk in model.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    weights = list(model.local_shards().values())
     weight_storages = {(storage := tensor.untyped_storage()).data_ptr(): storage.nbytes() for tensor in weights}
     states = [tensor for tensor in device_state_tensors(model.optimizer) if tensor.dim()]  # without step counts
     separate = [tensor for tensor in states if tensor.untyped_storage().data_ptr() not in weight_storages]
@@ -290,7 +294,7 @@ def model_state_bytes(model: Any) -> dict[str, int]:
     on_host = [t for t in state_tensors(model.optimizer) if t.dim() and id(t) not in on_device]
     return {
         "weights": sum(weight_storages.values()),
-        "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
+        "gradients": sum(tensor.nbytes for tensor in fsdp.grad_tensors(model.chunks)),
         "optimizer": sum(tensor.nbytes for tensor in separate),
         **({OFFLOADED_STATES: sum(tensor.nbytes for tensor in on_host)} if on_host else {}),
     }
@@ -418,6 +422,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         default=0.0,
         help="of optimizer states, on the host (actor_optimizer.offload_fraction)",
     )
+    parser.add_argument("--fsdp", action="store_true", help="train.fsdp")
     parser.add_argument("--measure", action="store_true", help="build it on this CPU and compare; small models only")
     parser.add_argument("--json", action="store_true", help="figures for a program, instead of tables")
     parser.set_defaults(given=arguments)

@@ -269,6 +269,10 @@ class TrainConfig:
     offload: bool = False
     """Offload weights and optimizer states to the host while engines generate; the host must have room for those of
     both models."""
+    fsdp: bool = False
+    """Megatron-FSDP instead of DistributedDataParallel: weights and gradients of trained models are sharded over data
+    parallel ranks, as optimizer states always are. A layer's weights are gathered for its passes, and all weights of a
+    rank's tp and ep shards for weight sync."""
     ddp: dict[str, Any] = field(default_factory=dict)
     """Further fields of Megatron's DistributedDataParallelConfig, by Megatron's names, such as overlap_grad_reduce."""
 

@@ -13,6 +13,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -27,6 +28,16 @@ PATCHED: dict[str, str] = {}
 _CPU = torch.device("cpu")
 
 
+class _TorchOnCPU(ModuleType):
+    """torch for a module that names its device `cuda:N`."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def device(self, name: Any) -> torch.device:
+        return _CPU
+
+
 class _Stream:
     """A no-op CUDA stream: CPU work is complete when the call returns, so there is nothing to order."""
 
@@ -34,7 +45,7 @@ class _Stream:
 
     def wait_stream(self, other: Any) -> None: ...
 
-    def wait(self, stream: Any) -> None: ...  # of an event
+    def wait(self, stream: Any = None) -> None: ...  # of an event
 
     def record_event(self) -> _Stream:
         return self  # as an event
@@ -136,6 +147,7 @@ def _patch_megatron() -> None:
         import megatron.core.tensor_parallel.mappings as mappings
         import megatron.core.tensor_parallel.random as random
         import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+        from megatron.core.distributed.fsdp.src.megatron_fsdp import megatron_fsdp
         from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
         from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -186,5 +198,7 @@ def _patch_megatron() -> None:
     _patch(random, "_set_cuda_rng_state", lambda state, *args, **kwargs: torch.default_generator.set_state(state), why)
     why = "ignores as_numpy for CPU tensors; all_to_all wants lists"
     _patch(token_dispatcher, "maybe_move_tensor_to_cpu", move, why)
+    why = "compares its device with the current GPU's, by name"
+    _patch(megatron_fsdp, "torch", _TorchOnCPU("torch"), why)
     # Megatron warns if a fork of its RNG tracker changes the CPU generator. Here both are the same generator.
     logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())

@@ -160,6 +160,44 @@ def check_muon(hf: HFConfig, config: Config, role: str) -> None:
         )
 
 
+def check_fsdp(hf: HFConfig, config: Config, role: str) -> None:
+    """Check that Megatron-FSDP, if it is on, can shard a trained role's model."""
+    if not config.train.fsdp:
+        return
+    policy, key = policy_config(config, role), optimizer_key(role)
+    optimizer = policy.actor_optimizer
+    if split_role(role)[0] != "actor":
+        optimizer = policy.critic.optimizer
+    if optimizer.type == "muon":
+        raise ConfigError(
+            f"train.fsdp with {key}.type=muon: Muon needs whole matrices, of which FSDP gives each rank some rows; "
+            "remove one of them"
+        )
+    if optimizer.offload_fraction:
+        raise ConfigError(
+            f"train.fsdp with {key}.offload_fraction={optimizer.offload_fraction:g}: Megatron-FSDP keeps the masters "
+            "itself, on the device (distrib_optimizer.py:704); remove one of them"
+        )
+    if config.lora.rank:
+        raise ConfigError(
+            f"train.fsdp with lora.rank={config.lora.rank} is not implemented: Megatron-FSDP knows parameters of "
+            "experts by the names of theirs (param_and_grad_buffer.py:1782), and gathers a module's own parameters for "
+            "it, of which adapters have none; remove one of them"
+        )
+    settings = role_config(config, role)
+    is_actor, parallel = split_role(role)[0] == "actor", settings.parallel
+    is_tied = bool(family_of(hf).gpt_kwargs(hf).get("share_embeddings_and_output_weights"))
+    if is_actor and parallel.pp > 1 and (is_tied or num_trained_mtp(hf, settings)):
+        user = "output layer" if is_tied else "multi-token prediction"
+        raise ConfigError(
+            f"train.fsdp with {parallel.pp=} of the {role}, whose {user} uses the embedding: Megatron-Core 0.19.2 sums "
+            "its gradients over the stages as if a rank's rows were the whole (finalize_model_grads.py:259); set "
+            "parallel.pp to 1"
+        )
+    if "overlap_grad_reduce" in config.train.ddp:
+        raise ConfigError("train.ddp.overlap_grad_reduce with train.fsdp, which always overlaps; remove it")
+
+
 def check_role_layout(hf: HFConfig, config: Config, role: str) -> None:
     """Apply `check_training_layout` to another role's model and layout. Adapters exist for trained roles only."""
     role_settings = role_config(config, role)

@@ -57,6 +57,7 @@ class JobModels:
         for role in self.declared.trained_roles:
             model = self._trained_config(role)
             does_divide = passes(checks.check_muon, model, config, role) and does_divide
+            does_divide = passes(checks.check_fsdp, model, config, role) and does_divide
         return does_divide
 
     def _trained_config(self, role: str) -> HFConfig:

@@ -30,6 +30,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megarl.config import Config, ConfigError
 from megarl.cpu import megatron_modules
 from megarl.megatron import layer_wise, vision
+from megarl.megatron.fsdp import ShardedModel, fsdp_config
 from megarl.megatron.gated_delta_net import use_delta_nets
 from megarl.megatron.lora import add_adapters
 from megarl.megatron.model_layers import (
@@ -196,6 +197,9 @@ def build_chunks(
         return [chunk.requires_grad_(False) for chunk in chunks]
     norm_counting.check_expert_flags(chunks)
     fields.check_ddp(config.train.ddp)
+    if config.train.fsdp:
+        ddp = fsdp_config(config.train.ddp, settings.params_dtype)
+        return [ShardedModel(settings, ddp, chunk) for chunk in chunks]
     ddp = DistributedDataParallelConfig(
         **{**config.train.ddp, "use_distributed_optimizer": True, "grad_reduce_in_fp32": True}
     )

@@ -141,7 +141,7 @@ class StagedCheckpoint:
 
 def async_copy_bytes(model: MegatronModel) -> int:
     """Return an upper bound on the bytes that this rank copies for an asynchronous save."""
-    copied = [*model.local_params().values(), *model.local_adapters().values()]
+    copied = [*model.local_shards().values(), *model.local_adapters().values()]
     if model.optimizer is not None:
         copied += [tensor for tensor in state_tensors(model.optimizer) if tensor.dim()]
     return sum(tensor.nbytes for tensor in copied)
@@ -154,7 +154,8 @@ def restore_model(model: MegatronModel, folder: Path, is_reference: bool = False
     """
     with ranks.use_layout(model.ranks):
         try:
-            template = model.sharded_reference() if is_reference else model.sharded_state_dict(is_loading=True)
+            get_template = model.sharded_reference if is_reference else model.sharded_state_dict
+            template = get_template(is_loading=True)
             with ranks.use_member_world():
                 state = dist_checkpointing.load(template, str(folder))
         except (

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megarl.megatron.fsdp import ShardedModel
 from megarl.megatron.micro_batch import MicroBatch
 from megarl.parallel.context_parallel import gather_context
 from megarl.types import ModelOutput, SamplingMask
@@ -264,6 +265,7 @@ class OutputReader:
     vocab_size: int  # without padding
     chunk_tokens: int  # number of tokens whose logits exist at the same time
     cap: float  # soft cap of the logits, if above 0
+    sharded: ShardedModel | None = None  # the chunk with FSDP that `model` is in, if it is trained with it
 
     def read(
         self, micro: MicroBatch, emitted: torch.Tensor, temperature: float, with_entropy: bool = True
@@ -278,6 +280,8 @@ class OutputReader:
             return ModelOutput(values=micro.align(_gather_context(micro, emitted[0, :, 0].float())))
         weight = self._output_weight()
         outputs = self._logprobs(emitted, weight, micro, 0, temperature, with_entropy, micro.sampling_mask)
+        if self.sharded is not None:
+            self.sharded.begin_backward_with([output for output in outputs if output is not None])
         logprobs, entropy = (None if x is None else micro.align(_gather_context(micro, x)) for x in outputs)
         return ModelOutput(logprobs=logprobs, entropy=entropy)
 

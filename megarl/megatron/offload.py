@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megarl.megatron import optimizer
+from megarl.megatron import fsdp, optimizer
 from megarl.megatron.parameter_names import unwrap
 from megarl.parallel import device
 from megarl.parallel.host_copy import HostCopy, storage_bytes
@@ -115,10 +115,5 @@ class WeightSnapshot:
 
 def _trained_storages(chunks: Sequence[torch.nn.Module], states: Any) -> dict[int, torch.UntypedStorage]:
     """Return the storages of trained weights, buffers and optimizer states by address, in a fixed order."""
-    models = [unwrap(chunk) for chunk in chunks]
-    weights = [
-        tensor
-        for model in models
-        for tensor in (*(param for param in model.parameters() if param.requires_grad), *model.buffers())
-    ]
+    weights = [*fsdp.trained_weights(chunks), *(buffer for chunk in chunks for buffer in unwrap(chunk).buffers())]
     return distinct_storages([*weights, *(tensor for tensor in optimizer.state_tensors(states) if tensor.dim())])

@@ -80,6 +80,7 @@ class OOMRetry:
         self._has_collectives = (
             ranks.tp * ranks.cp * ranks.pp * ranks.ep * ranks.etp > 1
             or "global_aux_loss" in settings.moe_router_load_balancing_type
+            or config.train.fsdp
             or any(config.train.ddp.get(name) for name in ("overlap_grad_reduce", "overlap_param_gather"))
         )
         self._finalize_grads = settings.finalize_model_grads_func

@@ -9,7 +9,7 @@ is a few chunks.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from math import prod
 from typing import Any
@@ -23,10 +23,13 @@ from megatron.core.optimizer import HAVE_EMERGING_OPTIMIZERS, get_megatron_optim
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch.distributed.tensor import DTensor
 
 from megarl.config import ConfigError, OptimizerConfig
+from megarl.megatron import fsdp
 from megarl.megatron.host_optimizer import HostAdamW
 from megarl.megatron.layer_wise import LayerWiseOptimizer
+from megarl.megatron.parameter_names import unwrap
 from megarl.models.layout_algebra import range_chunks
 from megarl.parallel.ranks import use_member_world
 
@@ -45,6 +48,8 @@ def local_state_shards(part: Any, model_state: dict[str, Any]) -> list[ShardedTe
             for name, value in states.items():
                 shards += _shard_flat_range(sharded_by_param[param], f"optimizer.state.{name}.", value.view(-1), 0)
         return shards
+    if part.ddp_config.use_megatron_fsdp:
+        return list(nested_values(_fsdp_states(part, model_state)))
     for buffer in part.gbuf_ranges:
         for bucket in (bucket for buckets in buffer.values() for bucket in buckets):
             for param, ranges in bucket["param_map"].items():
@@ -55,14 +60,77 @@ def local_state_shards(part: Any, model_state: dict[str, Any]) -> list[ShardedTe
     return shards
 
 
+def shard_weights(chunk: fsdp.ShardedModel, model_state: dict[str, Any], is_loading: bool) -> dict[str, Any]:
+    """Return a chunk's sharded state dict with this rank's rows of each parameter, as `load_weights` takes them.
+
+    In the checkpoint, the parameters are as without FSDP.
+    """
+    state = {}
+    for name, sharded in model_state.items():
+        if isinstance(sharded, ShardedTensor | ShardedTensorFactory) and chunk.owns(sharded.data):
+            pieces = _shard_flat_range(sharded, "", *chunk.shard(sharded.data), with_replicas=is_loading)
+            sharded = _numbered(pieces)
+        if sharded != {}:  # Megatron would save an empty dict with what all ranks have
+            state[name] = sharded
+    return state
+
+
+@torch.no_grad()
+def load_weights(chunk: fsdp.ShardedModel, model_state: dict[str, Any]) -> None:
+    """Load what was read for `shard_weights`. `load_state` sets the fp32 masters."""
+    model = unwrap(chunk)
+    for name, param in model.named_parameters():
+        _fill(chunk.shard(param)[0], model_state.pop(name, {}))
+    model.load_state_dict(model_state, strict=False)  # buffers
+
+
+def _numbered(pieces: Iterable[ShardedTensor]) -> dict[str, ShardedTensor]:
+    """Return the pieces by number: Megatron merges dicts of what ranks have, but no lists of different lengths."""
+    return {str(number): piece for number, piece in enumerate(pieces)}
+
+
+def _fill(flat: torch.Tensor, pieces: Mapping[str, torch.Tensor]) -> None:
+    """Copy the tensors that were read for a `_shard_flat_range`, by number, to `flat`."""
+    if len(flat):
+        flat.copy_(torch.cat([pieces[str(number)].flatten() for number in range(len(pieces))]))
+
+
+def _fsdp_states(part: Any, model_state: dict[str, Any], is_loading: bool = False) -> dict[str, Any]:
+    """Return this rank's masters and moments of a model with FSDP as sharded tensors, by number and name."""
+    sharded_by_param = _sharded_by_param(model_state)
+    return {
+        f"{number}.{name}": _numbered(
+            _shard_flat_range(
+                sharded_by_param[param], f"optimizer.state.{name}.", flat, start, with_replicas=is_loading
+            )
+        )
+        for number, (param, start, states) in enumerate(_iter_fsdp_states(part))
+        for name, flat in states.items()
+    }
+
+
+def _iter_fsdp_states(part: Any) -> Iterator[tuple[torch.nn.Parameter, int, dict[str, torch.Tensor]]]:
+    """Iterate over (parameter, number of this rank's first element, flat master and moments of these in place)."""
+    for chunk in part.model_chunks:
+        for param, master, start in chunk.masters():
+            moments = part.optimizer.state[master]
+            values = {"param": master, **{name: moments[name] for name in ("exp_avg", "exp_avg_sq")}}
+            yield param, start, {name: _local(value).detach().view(-1) for name, value in values.items()}
+
+
 def _sharded_by_param(model_state: dict[str, Any]) -> dict[torch.Tensor, Any]:
     """Return the model's sharded tensors, and factories of them, by parameter."""
     sharded_tensors, _ = extract_sharded_tensors_and_factories(model_state)
     return {sharded.data: sharded for sharded in nested_values(sharded_tensors)}
 
 
-def _shard_flat_range(sharded: Any, prefix: str, flat: torch.Tensor, start: int) -> Iterator[ShardedTensor]:
-    """Split `flat`, a parameter's elements from `start` on, into sharded tensors, one per rectangular box."""
+def _shard_flat_range(
+    sharded: Any, prefix: str, flat: torch.Tensor, start: int, with_replicas: bool = False
+) -> Iterator[ShardedTensor]:
+    """Split `flat`, a parameter's elements from `start` on, into sharded tensors, one per rectangular box.
+
+    with_replicas: also for a tensor parallel rank whose elements another one writes.
+    """
     meta_tensor = torch.empty(sharded.data.shape, dtype=flat.dtype, device="meta")
     if isinstance(sharded, ShardedTensorFactory):
         pieces = list(nested_values(replace(sharded, key=prefix + sharded.key, data=meta_tensor).build()))
@@ -77,7 +145,7 @@ def _shard_flat_range(sharded: Any, prefix: str, flat: torch.Tensor, start: int)
         position, stop = max(start, piece_start), min(start + len(flat), piece_start + view.numel())
         prepended_axes = piece.prepend_axis_num
         # The last entry is the data parallel rank. It makes no replicas, since each holds other elements.
-        is_replica = any(piece.replica_id[:-1])
+        is_replica = not with_replicas and any(piece.replica_id[:-1])
         for offset, sizes in () if is_replica else range_chunks(view.shape, position - piece_start, stop - piece_start):
             chunk = flat[position - start : position - start + prod(sizes)]
             position += prod(sizes)
@@ -139,10 +207,10 @@ def build_optimizer(config: OptimizerConfig, chunks: Sequence[torch.nn.Module], 
         ),
         list(chunks),
     )
-    if isinstance(optimizer, LayerWiseOptimizer):  # there is nothing but matrices
+    if not hasattr(optimizer, "chained_optimizers"):  # there is nothing but matrices, or with FSDP one optimizer
         optimizer = ChainedOptimizer([optimizer])
     for _, part in _dist_optimizers(optimizer):
-        for buffer in part.buffers:
+        for buffer in () if part.ddp_config.use_megatron_fsdp else part.buffers:
             # On saving, Megatron drops the padding behind each bucket but still indexes parameters with it. That is
             # wrong from the second bucket on, and an embedding tied across two stages creates a second bucket. So
             # count the padding as data. None of it is saved, since parameters are cut out one by one.
@@ -172,9 +240,22 @@ def device_state_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
 
 def _masters_and_moments(inner: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     for group in inner.param_groups:
-        yield from group["params"]
+        yield from map(_local, group["params"])
     for values in inner.state.values():  # "master_param" repeats a parameter of the groups
-        yield from (value for name, value in values.items() if name != "master_param" and torch.is_tensor(value))
+        yield from (
+            _local(value) for name, value in values.items() if name != "master_param" and torch.is_tensor(value)
+        )
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a DTensor, as Megatron-FSDP's masters and moments are, or the tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # `to_local` makes a new view each time
+
+
+def reload_masters(optimizer: Any) -> None:
+    """Set fp32 masters to the weights. Those of FSDP are set with the weights."""
+    if not any(part.ddp_config.use_megatron_fsdp for _, part in _dist_optimizers(optimizer)):
+        optimizer.reload_model_params()
 
 
 def create_states(optimizer: Any) -> None:
@@ -202,12 +283,17 @@ def sharded_state(optimizer: Any, model_state: dict[str, Any], is_loading: bool)
     parts = {**dict(_dist_optimizers(optimizer)), **_layer_wise_optimizers(optimizer)}
     if not is_loading:
         return {name: local_state_shards(part, model_state) for name, part in parts.items()}
-    return {
-        name: part.sharded_states(_sharded_by_param(model_state))
-        if isinstance(part, LayerWiseOptimizer)
-        else part.sharded_param_state_fully_reshardable(model_state, True, {})
-        for name, part in parts.items()
-    }
+    return {name: _state_requests(part, model_state) for name, part in parts.items()}
+
+
+def _state_requests(part: Any, model_state: dict[str, Any]) -> dict[str, Any]:
+    """Return the requests for one of Megatron's optimizers, for `dist_checkpointing.load`."""
+    if isinstance(part, LayerWiseOptimizer):
+        return part.sharded_states(_sharded_by_param(model_state))
+    if part.ddp_config.use_megatron_fsdp:
+        return _fsdp_states(part, model_state, is_loading=True)
+    requests: dict[str, Any] = part.sharded_param_state_fully_reshardable(model_state, True, {})
+    return requests
 
 
 def load_state(optimizer: Any, state: dict[str, Any], steps: int) -> None:
@@ -218,6 +304,9 @@ def load_state(optimizer: Any, state: dict[str, Any], steps: int) -> None:
         if isinstance(part.optimizer, HostAdamW):
             _load_host_states(part, state[name])
             part.optimizer.set_step_count(steps)
+            continue
+        if part.ddp_config.use_megatron_fsdp:
+            _load_fsdp_states(part, state[name], steps)
             continue
         groups = [
             {**{key: value for key, value in group.items() if key != "params"}, "step": steps}
@@ -248,10 +337,26 @@ def _load_host_states(part: Any, loaded: dict[int, dict[str, torch.Tensor]]) -> 
                 states[name].copy_(loaded[number][name].flatten()[span.start : span.end])
 
 
+@torch.no_grad()
+def _load_fsdp_states(part: Any, loaded: dict[str, dict[str, torch.Tensor]], steps: int) -> None:
+    """Copy the tensors that were read for `_fsdp_states` into masters and moments."""
+    for number, (_, _, states) in enumerate(_iter_fsdp_states(part)):
+        for name, flat in states.items():
+            _fill(flat, loaded.get(f"{number}.{name}", {}))
+    states = part.optimizer.state.items()
+    for holder in (*part.optimizer.param_groups, *(values for master, values in states if _local(master).numel())):
+        if "step" in holder:  # AdamW counts no steps of a parameter of which this rank has nothing
+            holder["step"] = torch.tensor(float(steps)) if torch.is_tensor(holder["step"]) else steps
+
+
 def _dist_optimizers(optimizer: Any) -> list[tuple[str, Any]]:
     """Return the distributed optimizers of dense parameters and of experts, those that have parameters, by name."""
     parts = [part for part in optimizer.chained_optimizers if not isinstance(part, LayerWiseOptimizer)]
-    return [(f"part{i}", part) for i, part in enumerate(parts) if not part.is_stub_optimizer and part.buffers]
+    return [
+        (f"part{i}", part)
+        for i, part in enumerate(parts)
+        if not part.is_stub_optimizer and (part.ddp_config.use_megatron_fsdp or part.buffers)
+    ]
 
 
 def _layer_wise_optimizers(optimizer: Any) -> dict[str, LayerWiseOptimizer]:
@@ -331,5 +436,5 @@ def take_step(optimizer: Any, scheduler: OptimizerParamScheduler) -> tuple[float
 
 def has_finite_weights(chunks: Sequence[torch.nn.Module]) -> bool:
     """Return whether all trained weights on this rank are finite."""
-    trained = [param.detach() for chunk in chunks for param in chunk.parameters() if param.requires_grad]
+    trained = [tensor.detach() for tensor in fsdp.trained_weights(chunks) if tensor.numel()]
     return bool(torch.isfinite(torch.nn.utils.get_total_norm(trained, math.inf)))

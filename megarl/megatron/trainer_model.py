@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.config import Config, ConfigError
 from megarl.data.images import ImageProcessor
-from megarl.megatron import lora, optimizer, routing_replay, sparse_attention
+from megarl.megatron import fsdp, lora, optimizer, routing_replay, sparse_attention
 from megarl.megatron.build import Role, build_chunks
 from megarl.megatron.distribution import BatchDispatcher, LocalRows, MicroBatchPlan, make_model_rank
 from megarl.megatron.logprobs import OutputReader
@@ -138,7 +138,8 @@ class MegatronModel:
             if family.vision is not None:
                 self._merge = int(family.vision.config(hf_config)["spatial_merge_size"])
             vocab_size, cap = int(family.gpt_kwargs(hf_config)["vocab_size"]), family.extras(hf_config).logit_cap
-            self._reader = OutputReader(last, role, vocab_size, config.train.logits_chunk_size, cap)
+            sharded = next(iter(fsdp.sharded_chunks(self.chunks[-1:])), None)
+            self._reader = OutputReader(last, role, vocab_size, config.train.logits_chunk_size, cap, sharded)
             if role == "actor" and config.train.routing_replay:
                 self.replay_shape = routing_shape(hf_config, config.model.megatron)
                 routing_replay.install(self.chunks, self.replay_shape)
@@ -182,10 +183,24 @@ class MegatronModel:
     def local_params(self) -> dict[str, torch.Tensor]:
         """Return this rank's parameters, in place, by canonical name (see `parameter_names.py`).
 
-        With LoRA these are the base model's parameters.
+        With LoRA these are the base model's parameters. With `train.fsdp` they have values in `gathered_params` alone.
         """
+        return {name: tensor.detach() for name, tensor in self._named_params().items()}
+
+    def _named_params(self) -> dict[str, torch.Tensor]:
         self._weight_offload.onload()
-        return {name: tensor.detach() for name, tensor in named_params(self.chunks, self.ranks.ep_rank).items()}
+        return named_params(self.chunks, self.ranks.ep_rank)
+
+    def local_shards(self) -> dict[str, torch.Tensor]:
+        """Return what this rank stores of `local_params`, in place: all, or with `train.fsdp` its rows of each."""
+        return {name: fsdp.stored_rows(self.chunks, param) for name, param in self._named_params().items()}
+
+    def gathered_params(self) -> AbstractContextManager[None]:
+        """Give `local_params` their values within the block.
+
+        With `train.fsdp` this gathers all weights, which is collective over the model's ranks.
+        """
+        return fsdp.gathered(self.chunks)
 
     def local_adapters(self) -> dict[str, torch.Tensor]:
         """Return this rank's factors of `adapter_params`, in place, by canonical name; empty without LoRA."""
@@ -210,18 +225,18 @@ class MegatronModel:
         """
         table = {param.megatron: param for param in self.params()}
         not_finite = []
-        local = self.local_params()
+        local = self._named_params()
         for name, tensor in track_progress(local.items(), len(local)):
             value = get(table[name], *self.ranks.tp_size_and_rank(table[name].expert is not None))
             if value.shape != tensor.shape:
                 raise ValueError(f"{name} has shape {tuple(tensor.shape)} here, not {tuple(value.shape)}")
-            tensor.copy_(value)
-            if not bool(torch.isfinite(tensor).all()):
+            fsdp.set_param(self.chunks, tensor, value)
+            if not bool(torch.isfinite(value.to(tensor.dtype)).all()):
                 not_finite.append(" or ".join(item.name for item in table[name].hf))
         if bad_names := [name for names in all_gather_objects(not_finite, self.ranks.host_group) for name in names]:
             raise ConfigError(f"{bad_names[0]} has elements that are not finite; these weights cannot be trained")
         if self.optimizer is not None:
-            self.optimizer.reload_model_params()  # the fp32 masters
+            optimizer.reload_masters(self.optimizer)
         self._round_int4_experts()
 
     def load_tensors(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -229,7 +244,7 @@ class MegatronModel:
 
         Those that this rank does not hold are skipped. Raises ValueError if a local parameter is missing.
         """
-        local = self.local_params()
+        local = self._named_params()
         params = {item.name: param for param in self.params() if param.megatron in local for item in param.hf}
         received: dict[str, dict[str, torch.Tensor]] = {}
         missing = set(local)
@@ -240,7 +255,7 @@ class MegatronModel:
             full[name] = tensor
             if len(full) == len(param.hf):
                 sizes = self.ranks.tp_size_and_rank(param.expert is not None)
-                local[param.megatron].copy_(shard(param, received.pop(param.megatron), *sizes))
+                fsdp.set_param(self.chunks, local[param.megatron], shard(param, received.pop(param.megatron), *sizes))
                 missing.discard(param.megatron)
         if missing:
             raise ValueError(f"no tensors of {min(missing)} ({len(missing)} such)")
@@ -256,9 +271,9 @@ class MegatronModel:
         """
         if not self.rounds_experts:
             return
-        for name, tensor in named_params(self.chunks, self.ranks.ep_rank).items():
+        for name, rows in self.local_shards().items():
             if ".mlp.experts." in name:
-                int4.round_to_grid(tensor.data)
+                int4.round_to_grid(rows)
 
     def load_hf(self, folder: str | Path) -> None:
         """Load weights from an HF folder. A value head stays zero unless the folder has one. Raises ConfigError."""
@@ -294,7 +309,7 @@ class MegatronModel:
         copy.copy_from(map(tensor_bytes, self._swapped_tensors()))
 
     def _swapped_tensors(self) -> list[torch.Tensor]:
-        return list((self.local_adapters() if self.config.lora.rank else self.local_params()).values())
+        return list((self.local_adapters() if self.config.lora.rank else self.local_shards()).values())
 
     @contextmanager
     def swap_weights(self, copy: HostCopy) -> Iterator[None]:
@@ -314,22 +329,25 @@ class MegatronModel:
 
     def offload(self, weights: bool = True) -> int:
         """Move optimizer states, and weights if set, to the host until needed; drop gradients; return bytes freed."""
-        params = [param for chunk in self.chunks for param in chunk.parameters()]
+        params = fsdp.weight_tensors(self.chunks)
         freed = 0
         if self.optimizer is not None:
-            buffers = (buffer for chunk in self.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers)
-            states, grads = optimizer.device_state_tensors(self.optimizer), [buffer.grad_data for buffer in buffers]
+            states, grads = optimizer.device_state_tensors(self.optimizer), fsdp.grad_tensors(self.chunks)
             freed += self._optimizer_offload.offload(states, drop=grads, exclude=params)
         return freed + (self._weight_offload.offload(params) if weights else 0)
 
     @contextmanager
     def _on_device(self, states: bool = True) -> Iterator[None]:
-        """Onload the weights, and optimizer states if `states` is set, and activate this model's layout in Megatron."""
+        """Onload the weights, and optimizer states if `states` is set, and activate this model's layout in Megatron.
+
+        Weights that `train.fsdp` has gathered are freed at the end.
+        """
         self._weight_offload.onload()
         if states:
             self._optimizer_offload.onload()
         with use_layout(self.ranks):
             yield
+            fsdp.release(self.chunks)
 
     # ---- computation
 
@@ -524,7 +542,7 @@ class MegatronModel:
             metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
             model = self._sharded_weights(metadata)
             return {
-                "model": model,
+                "model": self._stored_weights(model, is_loading),
                 "optimizer": optimizer.sharded_state(self.optimizer, model, is_loading),
                 "scheduler": self.scheduler.state_dict(),
                 "guards": {"before": self._rollback_snapshot.previous_updates, **self.oom_retry.state_dict()},
@@ -533,7 +551,21 @@ class MegatronModel:
     def _sharded_weights(self, metadata: dict[str, Any]) -> dict[str, Any]:
         return {f"chunk{i}": unwrap(chunk).sharded_state_dict(metadata=metadata) for i, chunk in enumerate(self.chunks)}
 
-    def sharded_reference(self) -> dict[str, Any]:
+    def _stored_weights(self, weights: dict[str, Any], is_loading: bool) -> dict[str, Any]:
+        """Restrict `_sharded_weights` to what this rank stores of them."""
+        return {
+            name: optimizer.shard_weights(chunk, state, is_loading) if isinstance(chunk, fsdp.ShardedModel) else state
+            for chunk, (name, state) in zip(self.chunks, weights.items(), strict=True)
+        }
+
+    def _load_weights(self, weights: dict[str, Any], strict: bool = True) -> None:
+        for chunk, state in zip(self.chunks, weights.values(), strict=True):
+            if isinstance(chunk, fsdp.ShardedModel):
+                optimizer.load_weights(chunk, state)
+            else:
+                unwrap(chunk).load_state_dict(state, strict=strict)
+
+    def sharded_reference(self, is_loading: bool = False) -> dict[str, Any]:
         """Return the weights of `swap_weights` alone, like `sharded_state_dict`."""
         with self._on_device(states=False):
             metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
@@ -543,19 +575,17 @@ class MegatronModel:
                     chunk: {name: value for name, value in state.items() if name.startswith(lora.STATE_PREFIX)}
                     for chunk, state in weights.items()
                 }
-            return {"model": weights}
+            return {"model": self._stored_weights(weights, is_loading)}
 
     def load_reference(self, state: dict[str, Any]) -> None:
-        """Load the result of `dist_checkpointing.load(model.sharded_reference(), folder)`."""
+        """Load the result of `dist_checkpointing.load(model.sharded_reference(is_loading=True), folder)`."""
         with self._on_device(states=False):
-            for i, chunk in enumerate(self.chunks):
-                unwrap(chunk).load_state_dict(state["model"][f"chunk{i}"], strict=not self.config.lora.rank)
+            self._load_weights(state["model"], strict=not self.config.lora.rank)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the result of `dist_checkpointing.load(model.sharded_state_dict(is_loading=True), folder)`."""
         with self._on_device():
-            for i, chunk in enumerate(self.chunks):
-                unwrap(chunk).load_state_dict(state["model"][f"chunk{i}"])
+            self._load_weights(state["model"])
             updates = int(state["scheduler"]["num_steps"])
             guards = state.get("guards", {})
             self._rollback_snapshot.previous_updates = int(guards.get("before", 0))

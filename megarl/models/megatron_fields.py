@@ -85,8 +85,9 @@ DDP_FORBIDDEN = {
     "grad_reduce_in_fp32": "it is always on",
     "overlap_param_gather": "weights must be complete after a step, for the weight sync",
     "average_in_collective": "losses are sums over tokens",
-    "use_megatron_fsdp": "weights are cut by the layout, not by FSDP",
-    "use_custom_fsdp": "weights are cut by the layout, not by FSDP",
+    "use_megatron_fsdp": "set train.fsdp",
+    "use_custom_fsdp": "set train.fsdp",
+    "data_parallel_sharding_strategy": "train.fsdp shards weights, gradients and states, and without it states alone",
     "param_name_patterns_for_fp32_local_accumulation": "all gradients are accumulated and reduced in fp32",
 }
 """Fields of DistributedDataParallelConfig that cannot be set, and why."""

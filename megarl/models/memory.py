@@ -127,6 +127,8 @@ class TrainedStage(NamedTuple):
     states: dict[str, int]
     host: dict[str, int]  # by the optimizer's `offload_fraction`
     logits: int = 0
+    gathered: int = 0  # with `train.fsdp`, weights and gradients of other ranks that exist at a time in a pass
+    gathered_weights: int = 0  # weights of other ranks, all of which exist during weight sync
 
 
 class ElementCounts(NamedTuple):
@@ -202,6 +204,7 @@ def plan_memory(
     for stage, stage_layer_ids in enumerate(layers):
         states: dict[str, int] = {}
         offloaded_states: dict[str, int] = {}
+        gathered: dict[str, int] = {}
         training = {"activations": 0, "logits": 0, "micro-batches": 0} if computes else {}
         in_stage = local_stages[lead] == stage
         if not in_stage.any():
@@ -217,6 +220,9 @@ def plan_memory(
             training["activations"] = max(training["activations"], largest.activations)
             training["micro-batches"] = max(training["micro-batches"], largest.inputs)
             training["logits"] = max(training["logits"], *(model_stages[number].logits for number in numbers))
+            if config.train.fsdp:
+                gathered[role] = largest.gathered_weights
+                training["gathered layers"] = max(training.get("gathered layers", 0), largest.gathered)
         generation = dict(engine)
         host = offloaded_states | checkpoint_copy(config, {**states, **offloaded_states}, trained)
         for role in (role for role in inference if role in local_roles):
@@ -251,7 +257,8 @@ def plan_memory(
                 continue
             name, engine_role = role.replace("_", " "), f"rollout_{policy}" if policy else "engine"
             policy_engine = other_engines.get(engine_role, {}) if policy else engine
-            weights, engine_weights = states.get(f"{name} weights", 0), policy_engine.get(f"{engine_role} weights", 0)
+            weights = states.get(f"{name} weights", 0) + gathered.get(role, 0)
+            engine_weights = policy_engine.get(f"{engine_role} weights", 0)
             policy_settings = policy_config(config, role)
             sends_changes = syncs_changes(policy_settings)
             if weights and sends_changes:
@@ -259,8 +266,12 @@ def plan_memory(
             bucket = policy_settings.rollout.weight_sync_bucket_mb << 20
             if staged := sync_staging_bytes(bucket, weights, engine_weights) * (1 + sends_changes):
                 syncs[role] = {f"{engine_role} weights": engine_weights, "reshard staging": staged}
+                if role in gathered:
+                    syncs[role]["gathered weights"] = gathered[role]
             if weights and config.guards.ppo_kl:
-                model_bytes = weights + states[f"{name} optimizer"] + host.get(f"{name} {OFFLOADED_STATES}", 0)
+                model_bytes = (
+                    states[f"{name} weights"] + states[f"{name} optimizer"] + host.get(f"{name} {OFFLOADED_STATES}", 0)
+                )
                 host["last good policy"] = host.get("last good policy", 0) + model_bytes
         if requirements.has_rollout and requirements.trained_roles and config.train.offload and states:
             host["states, while generating"] = sum(states[name] for name in states if "gradients" not in name)
@@ -337,13 +348,15 @@ def _trained_stages(hf: HFConfig, job_config: Config, role: str, tokens: int) ->
     by_stage, matrices = stage_elements(*model), stage_matrices(*model) if is_muon else [((), ())] * len(layers)
     for stage, elements in enumerate(by_stage):
         packed = [pack(each, ranks) for each, ranks in zip(matrices[stage], (dp, expert_dp), strict=True)]
-        parts = (
-            state_bytes(elements, dp, expert_dp, size, fraction, *packed),
-            offloaded_bytes(elements, dp, expert_dp, fraction),
-        )
+        whole = state_bytes(elements, dp, expert_dp, size, fraction, *packed)
+        stored = sharded_state_bytes(elements, dp, expert_dp, size) if config.train.fsdp else whole
+        parts = stored, offloaded_bytes(elements, dp, expert_dp, fraction)
         states, host = ({f"{role.replace('_', ' ')} {part}": amount for part, amount in each.items()} for each in parts)
         activations, inputs = training_bytes(settings, layers, stage, parallel, tokens, size, mtp, replays, indices)
         stages.append(TrainedStage(layers[stage], activations, ceil(inputs), states, host))
+        if config.train.fsdp:
+            gathered = whole["weights"] - stored["weights"], gathered_in_pass(hf, parallel, *model[3:], size=size)
+            stages[-1] = stages[-1]._replace(gathered_weights=gathered[0], gathered=gathered[1])
     if is_actor:
         stages[-1] = stages[-1]._replace(logits=_logits_bytes(hf, config, tokens, size))
     return stages
@@ -583,6 +596,36 @@ def state_bytes(
         "gradients": (dense + expert + padding) * 4,
         "optimizer": optimizer,
     }
+
+
+def sharded_state_bytes(elements: ElementCounts, dp: int, expert_dp: int, size: int) -> dict[str, int]:
+    """Return `state_bytes` with `train.fsdp`: weights and gradients are sharded like masters and moments."""
+    dense, expert, frozen, biases = elements
+    trained = ceil(dense / dp) + ceil(expert / expert_dp)
+    return {
+        "weights": (trained + ceil(frozen / dp)) * size + biases * 4,
+        "gradients": trained * 4,
+        "optimizer": trained * (12 if size == 2 else 8),
+    }
+
+
+def gathered_in_pass(hf: HFConfig, parallel: ParallelConfig, *model: Any, size: int) -> int:
+    """Return an upper bound on the bytes that Megatron-FSDP gathers, and has to reduce, at a time in a pass.
+
+    Weights of the parts that are no layers, and of a layer with those fetched ahead of it, of at least half of 1e9
+    elements; fp32 gradients of the same parts, and of the layers waiting to be reduced, of at least 1e9 elements
+    (`suggested_communication_unit_size` in megatron_fsdp.py).
+
+    Arguments are those of `stage_elements` without the stages: all layers are in one. size: bytes of a weight.
+    """
+    by_part = _count_elements(_to_json(hf), parallel.tp, parallel.etp, parallel.ep, *model)
+    sizes = {part: count.dense + count.expert + count.frozen for part, count in by_part.items()}
+    layers = [count for part, count in sizes.items() if isinstance(part, int)]
+    others = sum(sizes.get(part, 0) for part in (*BEFORE_DECODER, "final"))
+    ahead = max(10**9, 2 * sum(layers) // len(layers))
+    weights = others + min(sum(layers), max(layers) + ahead // 2)
+    gradients = others + min(sum(layers), max(layers) + ahead)
+    return weights * size + gradients * 4
 
 
 def offloaded_bytes(elements: ElementCounts, dp: int, expert_dp: int, offloaded: float) -> dict[str, int]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -51,7 +51,21 @@ class ActorWorker(TrainingWorker):
     def hf_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every tensor of the policy under its HF name, whole, on all of the actor's ranks, with adapters
         merged."""
-        return gather_hf(self.local_model.merged_params(), self.local_model.params(), self.local_model.ranks)
+        with self.synced_weights() as weights:
+            yield from gather_hf(weights, self.local_model.params(), self.local_model.ranks)
+
+    @contextmanager
+    def synced_weights(self) -> Iterator[Mapping[str, torch.Tensor]]:
+        """Give this rank's weights for engines within the block, with adapters merged; none on a rank without the
+        model.
+
+        Collective over the model's ranks with `train.fsdp`, see `MegatronModel.gathered_params`.
+        """
+        if self.model is None:
+            yield {}
+            return
+        with self.model.gathered_params():
+            yield self.model.merged_params()
 
     def export(self, folder: Path) -> None:
         """Write the policy as an HF folder; with LoRA also its adapters in PEFT's format, next to it, to `adapter` for
@@ -227,7 +241,7 @@ class SeparateReferenceWorker(FrozenPolicyWorker):
     @property
     def nbytes(self) -> int:
         """Bytes of this rank's weights."""
-        return 0 if self.model is None else sum(tensor.nbytes for tensor in self.model.local_params().values())
+        return 0 if self.model is None else sum(tensor.nbytes for tensor in self.model.local_shards().values())
 
     def restore_version(self, version: int, load: Callable[[MegatronModel], None]) -> None:
         """Restore the weights of a checkpoint, which `load` loads into the model that it is called with."""

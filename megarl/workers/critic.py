@@ -56,15 +56,16 @@ class RewardModelWorker(TrainingWorker):
     def _export_model(self, folder: Path) -> None:
         table, hf, chat_format = self.local_model.params(), self.context.hf_config, self.context.chat
         padding_id = padding_of(hf, chat_format.tokenizer.pad_token_id, chat_format.end_of_turn)
-        save_hf(
-            folder,
-            track_progress(
-                gather_hf(self.local_model.merged_params(), table, self.local_model.ranks),
-                sum(len(param.hf) for param in table),
-            ),
-            self.config.model.path,
-            dtype=getattr(torch, self.config.model.dtype),
-            write=self.local_model.ranks.role_rank == 0,
-            table=table,
-            config=classifier_config(hf, family_of(hf).architecture, padding_id),
-        )
+        with self.local_model.gathered_params():
+            save_hf(
+                folder,
+                track_progress(
+                    gather_hf(self.local_model.merged_params(), table, self.local_model.ranks),
+                    sum(len(param.hf) for param in table),
+                ),
+                self.config.model.path,
+                dtype=getattr(torch, self.config.model.dtype),
+                write=self.local_model.ranks.role_rank == 0,
+                table=table,
+                config=classifier_config(hf, family_of(hf).architecture, padding_id),
+            )

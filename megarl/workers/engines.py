@@ -254,9 +254,8 @@ class Engines:
         if self.weight_sync is None or (device.has_cuda() and is_asleep):
             return None
         with self.with_timeout(self.config.rollout.start_timeout):
-            local_mismatches = self.weight_sync.find_mismatches(
-                {} if actor.model is None else actor.model.merged_params(), self.version
-            )
+            with actor.synced_weights() as weights:
+                local_mismatches = self.weight_sync.find_mismatches(weights, self.version)
             return sorted({name for names in ranks.all_gather_objects(local_mismatches) for name in names})
 
     def wait_for_engine(self, on_restarted: Callable[[], None]) -> None:
@@ -286,7 +285,8 @@ class Engines:
                 has_joined = self.external is not None and self.external.connect()
                 if any(ranks.all_gather_objects(has_joined)):
                     self.weight_sync.verify_next()
-            self.weight_sync.sync({} if actor.model is None else actor.model.merged_params(), self.version)
+            with actor.synced_weights() as weights:
+                self.weight_sync.sync(weights, self.version)
             lost = self.recovery.exchange_losses()
         if self.external_addresses or self._had_external:
             self.log_external()

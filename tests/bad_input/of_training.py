@@ -60,6 +60,27 @@ CASES = [
         ("actor_optimizer.type=muon", "actor_optimizer.offload_fraction=0.5"),
     ),
     Case(
+        "FSDP and Muon",
+        ("train.fsdp with actor_optimizer.type=muon", "needs whole matrices"),
+        ("train.fsdp=true", "actor_optimizer.type=muon"),
+    ),
+    Case(
+        "FSDP and states on the host",
+        ("train.fsdp with actor_optimizer.offload_fraction=0.5", "keeps the masters itself"),
+        ("train.fsdp=true", "actor_optimizer.offload_fraction=0.5"),
+    ),
+    Case("FSDP and LoRA", ("train.fsdp with lora.rank=4", "not implemented"), ("train.fsdp=true", "lora.rank=4")),
+    Case(
+        "FSDP with an overlap of its own",
+        ("train.ddp.overlap_grad_reduce with train.fsdp", "remove it"),
+        ("train.fsdp=true", "train.ddp.overlap_grad_reduce=true"),
+    ),
+    Case(
+        "FSDP by Megatron's key",
+        ("train.ddp.use_megatron_fsdp", "set train.fsdp"),
+        ("train.ddp.use_megatron_fsdp=true",),
+    ),
+    Case(
         "settings of Muon without it",
         ("actor_optimizer.muon with actor_optimizer.type=adam", "set the second to muon"),
         ("actor_optimizer.muon.momentum=0.9",),

@@ -22,6 +22,7 @@ EXPECTED = {
     "torch.empty",
     "torch.Tensor.cuda",
     "torch.Tensor.type",
+    "megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp.torch",
     "megatron.core.jit.jit_fuser",
     "megatron.core.tensor_parallel.mappings._gather_along_first_dim",
     "megatron.core.tensor_parallel.mappings._reduce_scatter_along_first_dim",

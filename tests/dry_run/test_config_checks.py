@@ -22,6 +22,7 @@ from megarl.dry_run import config_checks
 from megarl.dry_run.config_checks import (
     check_data,
     check_drafts,
+    check_fsdp,
     check_muon,
     check_registered_buffers,
     check_schedule,
@@ -197,6 +198,15 @@ def test_muon_is_refused_for_experts_with_biases() -> None:
     check_muon(model, from_dict({"critic": {"optimizer": muon}}), "actor")
     check_muon(model, from_dict({"actor_optimizer": muon, "lora": {"rank": 4}}), "actor")
     check_muon(tiny.HF["qwen3_moe"], from_dict({"actor_optimizer": muon}), "actor")
+
+
+def test_fsdp_is_refused_where_stages_share_the_embedding() -> None:
+    tree: dict[str, Any] = {"train": {"fsdp": True}, "parallel": {"world_size": 4, "pp": 2}}
+    with pytest.raises(ConfigError, match=r"^train.fsdp with parallel.pp=2 of the actor, whose output layer uses"):
+        check_fsdp(tiny.HF["qwen2"], from_dict(tree), "actor")
+    check_fsdp(tiny.HF["qwen2"], from_dict(tree), "critic")  # which has a value head instead
+    check_fsdp(tiny.HF["llama"], from_dict(tree), "actor")
+    check_fsdp(tiny.HF["qwen2"], from_dict(tree | {"parallel": {"world_size": 4}}), "actor")
 
 
 def test_muon_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -437,6 +437,22 @@ def test_muon_pads_buffers_to_the_fullest_rank() -> None:
         assert (parts["weights"], parts["gradients"]) == (1280 * size, 1280 * 4)
 
 
+def test_fsdp_divides_weights_gradients_and_states() -> None:
+    """Over data parallel ranks, those of context parallelism included. All else is gathered for weight sync."""
+    count = sum(param_count(QWEN2).values())
+    for dtype, size, states in (("bfloat16", 2, 12), ("float32", 4, 8)):
+        parallel = {"world_size": 8, "ranks_per_node": 8, "cp": 2}
+        tree: dict[str, Any] = {"algorithm": "grpo", "model": {"dtype": dtype}, "parallel": parallel}
+        plain, sharded = (plan_stages(QWEN2, make_config(**tree, train={"fsdp": fsdp}))[0] for fsdp in (False, True))
+        shard = -(-count // 8)
+        expected = {"weights": shard * size, "gradients": shard * 4, "optimizer": shard * states}
+        assert {name: sharded.states[f"actor {name}"] for name in expected} == expected
+        assert sharded.weight_sync["gathered weights"] == plain.states["actor weights"] - shard * size
+        # All layers of a small model are fetched ahead of the first, and wait to be reduced.
+        assert sharded.training["gathered layers"] == count * (size + 4)
+        assert "gathered layers" not in plain.training and "gathered weights" not in plain.weight_sync
+
+
 def test_matrices_go_to_the_rank_with_the_fewest_elements() -> None:
     assert pack((), 2) == (0, 0)
     assert pack((640, 256, 256), 2) == (1152, 640)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -78,7 +79,7 @@ def generation_numbers(config: Any, hf: dict[str, Any], ranks: Ranks) -> list[tu
 def engine_calls(config: Any, hf: dict[str, Any], ranks: Ranks) -> list[str]:
     """Return the calls of a step and the next generation."""
     worker = make_worker(config, hf, ranks)
-    actor: Any = SimpleNamespace(model=SimpleNamespace(merged_params=dict))
+    actor: Any = SimpleNamespace(synced_weights=lambda: nullcontext({}))
     worker.generate([], 1)
     worker.sleep()
     worker.update_weights(actor)

@@ -1,0 +1,201 @@
+"""Megatron-FSDP: steps compared with DistributedDataParallel, and all that keeps or moves weights and states.
+
+Arguments: `beside`, for a step on ranks 1 and 2 of three; or a folder for checkpoints, and the cases of `CASES` to run,
+separated by semicolons. Prints for each what differs and what is equal.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents[2] / "tools")]
+torch.set_num_threads(1)
+
+import tiny  # noqa: E402
+from ranks_layout import ADAM, infinite_loss, policy_loss, value_loss, weight_and_state_bytes  # noqa: E402
+
+from megarl.controllers.controller import load_requirements  # noqa: E402
+from megarl.models.layout_algebra import shard  # noqa: E402
+from megarl.models.memory import plan_memory  # noqa: E402
+from megarl.parallel import ranks as parallel_ranks  # noqa: E402
+
+BF16 = {"model": {"dtype": "bfloat16"}}
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "tied": ("qwen2", "actor", {}),
+    "untied": ("llama", "actor", {}),
+    "MoE, EP 2": ("qwen3_moe", "actor", {"ep": 2}),
+    "MoE, bf16": ("qwen3_moe", "actor", BF16),
+    "MoE, CP 2, recompute": ("qwen3_moe", "actor", {"cp": 2, "model": {"megatron": RECOMPUTE}}),
+    "MLA, EP 2": ("deepseek_v3", "actor", {"ep": 2}),
+    "critic": ("qwen3_moe", "critic", {}),
+    "PP 2": ("qwen3_moe", "actor", {"pp": 2}),
+    "vision": ("qwen2_5_vl", "actor", {}),
+    "MTP": ("deepseek_v3_mtp", "actor", {"train": {"mtp_loss_coef": 0.3}}),
+    "TP 2": ("qwen3_moe", "actor", {"tp": 2}),
+    "TP 2, DP 2, EP 2": ("qwen3_moe", "actor", {"tp": 2, "ep": 2}),  # of four ranks
+    "PP 2, DP 2": ("qwen3_moe", "actor", {"pp": 2}),
+    "TP 2, EP 2": ("qwen3_moe", "actor", {"tp": 2, "ep": 2}),
+}
+"""Name -> family, role, layout and sections."""
+
+
+def states(model: Any) -> list[torch.Tensor]:
+    """Return copies of this rank's weights, masters, moments and step counts."""
+    from megarl.megatron.optimizer import iter_step_holders, state_tensors
+
+    counts = [torch.tensor(float(holder["step"])) for holder in iter_step_holders(model.optimizer)]
+    return [tensor.clone() for tensor in (*model.local_shards().values(), *state_tensors(model.optimizer), *counts)]
+
+
+def equal(first: Any, second: Any) -> bool:
+    """Return whether two models with the same layout have the same bits."""
+    pairs = list(zip(states(first), states(second), strict=True))
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+def whole(model: Any) -> dict[str, torch.Tensor]:
+    """Return copies of this rank's weights, whole."""
+    with model.gathered_params():
+        return {name: tensor.detach().clone() for name, tensor in model.local_params().items()}
+
+
+def gap(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
+    """Return the largest difference of weights, in learning rates."""
+    assert first.keys() == second.keys() and first
+    return max(float((first[name].float() - second[name].float()).abs().max()) for name in first) / ADAM["lr"]
+
+
+def check(name: str, folder: Path) -> dict[str, Any]:
+    from plan_memory import model_state_bytes
+
+    from megarl.checkpoint.export import gather_hf
+    from megarl.megatron.dist_checkpoint import async_copy_bytes, restore_model
+    from megarl.megatron.optimizer import state_tensors
+    from megarl.megatron.trainer_model import MegatronModel
+
+    family, role, sections = CASES[name]
+    weights = tiny.hf_tensors(tiny.hf_model(family))
+    if role == "critic":
+        weights["score.weight"] = torch.randn(
+            1, tiny.HF[family]["hidden_size"], generator=torch.Generator().manual_seed(3)
+        )
+    loss, batch = value_loss if role == "critic" else policy_loss, tiny.batch()
+
+    def build(fsdp: bool) -> Any:
+        train = {"fsdp": fsdp, "max_tokens_per_gpu": 30} | sections.get("train", {})  # several micro-batches
+        optimizers = {"actor_optimizer": ADAM, "critic": {"optimizer": ADAM}}
+        config = tiny.config(world=torch.distributed.get_world_size(), **{**sections, "train": train}, **optimizers)
+        ranks = parallel_ranks.create_layout(config.parallel)
+        model = MegatronModel(tiny.HF[family], config, ranks, role, total_updates=9)  # type: ignore[arg-type]
+        model.load_shards(lambda param, parts, part: shard(param, weights, parts, part))
+        return model
+
+    plain, model = build(False), build(True)
+    sizes = parallel_ranks.all_gather_objects(model_state_bytes(model))
+    if model.ranks.pp == 1:
+        declared = load_requirements(model.config)
+        plan = plan_memory(tiny.HF[family], model.config, declared, tiny.HF[family])[0].states
+    else:
+        plan = {}
+    output = "values" if role == "critic" else "logprobs"
+    result: dict[str, Any] = {"loaded": gap(whole(plain), whole(model)) == 0}
+    for part in sizes[0] if plan else ():
+        result[f"planned {part}"] = max(size[part] for size in sizes) / plan[f"{role} {part}"] - 1
+    model.save_snapshot()
+    outputs = [each.forward(batch)[output] for each in (plain, model)]
+    result["outputs"] = float((outputs[0] - outputs[1]).abs().max())
+    for step in (1, 2, 3):
+        metrics = [each.train_step(batch, loss) for each in (plain, model)]
+        for key, value in metrics[0].items():
+            result[f"{key} {step}"] = abs(metrics[1][key] / value - 1) if value else abs(metrics[1][key])
+        result[f"weights {step}"] = gap(whole(plain), whole(model))
+    hf = [dict(gather_hf_of(each, gather_hf)) for each in (plain, model)]
+    result["exported"] = gap(hf[0], hf[1])
+
+    before = states(model)
+    skipped = model.train_step(batch, lambda output, part: infinite_loss(loss(output, part)))
+    result["skipped"] = skipped[f"{role}/skipped"] == 1.0 and all(map(torch.equal, before, states(model)))
+
+    # Save, and resume in FSDP: the next step is the same, bit by bit. Without FSDP, checkpoints are the same.
+    paths = [folder / name / kind for kind in ("plain", "fsdp")]
+    for each, path in zip((plain, model), paths, strict=True):
+        path.mkdir(parents=True, exist_ok=True)
+        tiny.save_model(each, path)
+    held = sum(
+        tensor.nbytes for tensor in (*model.local_shards().values(), *state_tensors(model.optimizer)) if tensor.dim()
+    )
+    result["saved bytes"] = async_copy_bytes(model) == held
+    resumed, crossed, back = build(True), build(True), build(False)
+    restore_model(resumed, paths[1])
+    restore_model(crossed, paths[0])
+    restore_model(back, paths[1])
+    result["restored"] = equal(model, resumed)
+    result["from DDP"] = gap(whole(plain), whole(crossed)) == 0
+    result["to DDP"] = gap(whole(model), whole(back)) == 0
+    metrics = [each.train_step(batch, loss) for each in (model, resumed, plain, crossed, back)]
+    result["resumed"] = metrics[0] == metrics[1] and equal(model, resumed)
+    result["step from DDP"] = gap(whole(plain), whole(crossed))
+    result["step to DDP"] = gap(whole(model), whole(back))
+
+    # A reference's weights are swapped in and out.
+    copy = model.host_copy()
+    after = states(model)
+    model.train_step(batch, loss)
+    updated = states(model)
+    with model.swap_weights(copy):
+        weights_now = list(model.local_shards().values())
+        result["swapped"] = all(map(torch.equal, after[: len(weights_now)], weights_now))
+        swapped = model.forward(batch)[output]
+    result["swapped outputs"] = torch.equal(swapped, resumed.forward(batch)[output])
+    result["swapped back"] = all(map(torch.equal, updated, states(model)))
+    resumed.train_step(batch, loss)
+
+    # All leaves the device and comes back.
+    freed = model.offload()
+    result["offloaded"] = freed > 0 and weight_and_state_bytes(model) == (0, 0)
+    metrics = [each.train_step(batch, loss) for each in (model, resumed)]
+    result["after offloading"] = metrics[0] == metrics[1] and equal(model, resumed)
+
+    model.rollback()
+    fresh = build(True)
+    result["rolled back"] = equal(model, fresh)
+    metrics = [each.train_step(batch, loss) for each in (model, fresh)]
+    result["after rollback"] = metrics[0] == metrics[1] and equal(model, fresh)
+    return result
+
+
+def gather_hf_of(model: Any, gather_hf: Any) -> Any:
+    with model.gathered_params():
+        yield from gather_hf(model.merged_params(), model.params(), model.ranks)
+
+
+def train_beside_rank() -> dict[str, float]:
+    """Take a step on ranks 1 and 2 of a job of three, and return its metrics; rank 0 has no model, and none."""
+    from megarl.megatron.trainer_model import MegatronModel
+
+    config = tiny.config(world=2, ep=2, train={"fsdp": True}, actor_optimizer=ADAM)
+    ranks = parallel_ranks.create_layout(config.parallel, 60, members=(1, 2))
+    if ranks is None:
+        return {}
+    weights = tiny.hf_tensors(tiny.hf_model("qwen3_moe"))
+    model = MegatronModel(tiny.HF["qwen3_moe"], config, ranks, "actor", total_updates=9)
+    model.load_shards(lambda param, parts, part: shard(param, weights, parts, part))
+    return model.train_step(tiny.batch(), policy_loss)
+
+
+if __name__ == "__main__" and sys.argv[1] == "beside":
+    parallel_ranks.initialize(tiny.config(world=3).parallel, timeout_s=60)
+    print("RESULT " + json.dumps(train_beside_rank()))
+    parallel_ranks.shutdown()
+elif __name__ == "__main__":
+    parallel_ranks.initialize(tiny.config(world=int(os.environ["WORLD_SIZE"])).parallel, timeout_s=120)
+    names = sys.argv[2].split(";") if len(sys.argv) > 2 else list(CASES)
+    print("RESULT " + json.dumps({name: check(name, Path(sys.argv[1])) for name in names}))
+    parallel_ranks.shutdown()
