@@ -33,8 +33,8 @@ ASYNC = ("rollout.asynchronous=true", "rollout.on_weight_sync=in_place", "rollou
 def test_an_engine_joins_is_lost_comes_back_and_leaves(
     layout: tuple[str, ...], tmp_path: Path, host: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every weight sync verifies all pieces, in the external engine, too, also those of adapters that it has merged, and
-    each step's log-probs are those of the trainer whichever engine has sampled, and wherever its experts are."""
+    """Every weight sync verifies all pieces, in the external engine, too, with adapters those that it has merged. Each
+    step's log-probs are those of the trainer, whichever engine has sampled and wherever its experts are."""
     address = f"127.0.0.1:{free_port()}"
     monkeypatch.setitem(ENVIRONMENT, "EXTERNAL_ENGINE", address)
     monkeypatch.setitem(ENVIRONMENT, "MEGARL_ENGINE_SECRET", "a secret of this test alone")

@@ -29,22 +29,22 @@ def hash_data(data: torch.Tensor) -> bytes:
 class WeightFiles:
     """The files of one rank, one at a time.
 
-    prefix: of their names; unique among the ranks that use the folder. Those that a killed rank has left are removed.
+    folder: created if it is missing. prefix: of the files' names; unique among the ranks that use the folder. Files
+    that a killed rank has left are removed.
     """
 
     def __init__(self, folder: Path, prefix: str) -> None:
         self._folder, self._prefix = folder, prefix
         self._path: Path | None = None
-        self._is_new = True
+        with contextlib.suppress(OSError):  # then `store` says what is wrong
+            folder.mkdir(parents=True, exist_ok=True)
+            for old in folder.glob(f"{prefix}-*{SUFFIX}"):
+                old.unlink()
 
     def store(self, data: torch.Tensor) -> str:
         """Write data, [n] uint8 on the host, to a new file, and return its name. Raises WireError."""
         path = self._path = self._folder / f"{self._prefix}-{secrets.token_hex(8)}{SUFFIX}"
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            for old in self._folder.glob(f"{self._prefix}-*{SUFFIX}") if self._is_new else ():
-                old.unlink()
-            self._is_new = False
             with open(path, "xb") as file:
                 file.write(data.numpy().data)
         except OSError as error:

@@ -3,7 +3,7 @@
 Both ends know a secret (`job_secret.external_key`). Each connection starts with a random number from either end, from
 which both derive its key. Every message is a length of 8 bytes and a value of `parallel.encoding`, sealed with that key
 for its direction and its number, so that nobody can forge, repeat or reorder messages. Weights follow their order,
-which has their hash.
+which has their hash, unless they are in a file (`external_files.py`).
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def test_a_bad_file_is_refused_in_one_line(tmp_path: Path, fault: str) -> None:
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(WireError, match=r"the run cannot write \S*file/run-\S* \(File exists\), see rollout"):
+    with pytest.raises(WireError, match=r"the run cannot write \S*file/run-\S* \(Not a directory\), see roll"):
         WeightFiles(tmp_path / "file", "run").store(random_bytes(8))
 
 
