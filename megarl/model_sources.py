@@ -124,7 +124,7 @@ def _read_settings(file: Path) -> dict[str, Any]:
     sections["model"] = {name: value for name, value in sections.get("model", {}).items() if name == "dtype"}
     training_only = "asynchronous", "oversample", "max_staleness", "replay", "samples_per_prompt", "on_weight_sync"
     synced = "sync_adapters_only", "num_redundant_experts", "rebalance_experts_every"  # no weight syncs, none of these
-    for name in (*training_only, *synced, "external"):
+    for name in (*training_only, *synced, "external", "external_weights_dir"):
         sections.get("rollout", {}).pop(name, None)
     data = {name: value for name, value in (tree.get("data") or {}).items() if name in ("prompt_key", "label_key")}
     roles = {name: value for name, value in (tree.get("roles") or {}).items() if name == "reward"}

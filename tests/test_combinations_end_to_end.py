@@ -49,8 +49,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def overrides_of(folder: Path, run: pairwise.Run, port: int = 7000) -> list[str]:
-    values = {"MODEL": f"{folder}/mtp", "PORT": str(port)}
+def overrides_of(folder: Path, run: pairwise.Run, port: int = 7000, disk: str = "") -> list[str]:
+    values = {"MODEL": f"{folder}/mtp", "PORT": str(port), "DISK": disk}
     settings = pairwise.overrides_of(run)
     for name, value in values.items():
         settings = [override.replace(name, value) for override in settings]
@@ -87,7 +87,8 @@ def test_trains_two_steps(request: pytest.FixtureRequest, folder: Path, tmp_path
     run, port = RUNS[number - 1], free_port()
     is_vllm = run["engine"] == "vLLM"
     host = request.getfixturevalue("vllm_host").path if is_vllm else request.getfixturevalue("host")
-    settings, is_replayed = overrides_of(folder, run, port), number % 5 == 1
+    disk = str(tmp_path) if number % 2 else ""
+    settings, is_replayed = overrides_of(folder, run, port, disk), number % 5 == 1
     has_external = run["pool"] != "of the job"
     _, _, _, config, *served = build_command(folder, tmp_path / "run", *settings)
     external = external_engine.serve(config, f"127.0.0.1:{port}", tmp_path / "external", served, with_host(host))

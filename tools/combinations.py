@@ -33,8 +33,8 @@ JUDGE = {
         "options": {"prompt": "{answer} {ground_truth}?", "request": {"max_tokens": 12, "regex": "Score: [0-9]"}},
     },
 }
-"""Roles of a reward that a model on engines of its own gives. MODEL is the folder of the model, and below PORT that of
-an engine outside of the job."""
+"""Roles of a reward that a model on engines of its own gives. MODEL is the folder of the model; below, PORT is that of
+an engine outside of the job, and DISK in every other run a folder for its weights, which else go over TCP."""
 
 FEATURES: dict[str, dict[str, Sequence[str]]] = {
     "algorithm": {
@@ -64,7 +64,10 @@ FEATURES: dict[str, dict[str, Sequence[str]]] = {
             "placement={actor: 0-1, rollout: all}",
         ),
     },
-    "pool": {"of the job": (), "and outside of it": ("rollout.external=[127.0.0.1:PORT]",)},
+    "pool": {
+        "of the job": (),
+        "and outside of it": ("rollout.external=[127.0.0.1:PORT]", "rollout.external_weights_dir=DISK"),
+    },
     "correction": {kind: (f"correction.kind={kind}",) for kind in ("none", "tis", "icepop", "mis", "reject")},
     "routing": {
         "own": (),
@@ -110,8 +113,6 @@ FEATURES: dict[str, dict[str, Sequence[str]]] = {
 _NO_CACHE = "an engine that sleeps while models use its device has no KV cache of the old weights left to continue with"
 
 _ONE_RANK = "an engine of one rank has all experts, so that there is nothing to place"
-_OUTSIDE = "is not implemented: engines outside of the job keep their experts in order"
-_BASE = "is not implemented: adapters are merged into weights that an engine has loaded, unknown outside of the job"
 _FACTORS = (
     "is not implemented: Megatron-FSDP gathers no weights for adapters, and takes those of experts for dense ones"
 )
@@ -124,8 +125,6 @@ REFUSED: dict[frozenset[Setting], str] = {
     frozenset({("algorithm", "ppo and remax"), ("generation", "async, in_place")}): _NO_CACHE,
     frozenset({("routing", "replayed, experts placed"), ("placement", "some engines apart")}): _ONE_RANK,
     frozenset({("routing", "replayed, experts placed"), ("engine", "vLLM")}): _ONE_RANK,
-    frozenset({("routing", "replayed, experts placed"), ("pool", "and outside of it")}): _OUTSIDE,
-    frozenset({("pool", "and outside of it"), ("weights", "LoRA, adapters synced")}): _BASE,
     frozenset({("routing", "replayed, experts placed"), ("weights", "LoRA, adapters synced")}): _ADAPTERS,
     frozenset({("weights", "LoRA"), ("optimizer", "AdamW with FSDP")}): _FACTORS,
     frozenset({("weights", "LoRA, adapters synced"), ("optimizer", "AdamW with FSDP")}): _FACTORS,
@@ -135,7 +134,7 @@ REFUSED: dict[frozenset[Setting], str] = {
 Run = dict[str, str]
 """The setting of each feature."""
 
-_NUM_CANDIDATES = 10
+_NUM_CANDIDATES = 40
 
 
 def list_pairs() -> Iterator[frozenset[Setting]]:

@@ -8,8 +8,9 @@
 
 `serve` starts an engine with the model and the `rollout` settings of CONFIG, a configuration file or a run folder, on
 `rollout.tp` devices of this machine, and generates for whichever run connects to it. It must be the configuration of
-that run; keys after it override it, such as model.path=... for a copy on this machine. Both need the same secret: that
-of the user's home folder, or of MEGARL_ENGINE_SECRET. Logs go to FOLDER (default engines/HOST_PORT).
+that run; keys after it override it, such as model.path=... for a copy on this machine, or
+rollout.external_weights_dir=... for the path at which this machine has that folder. Both need the same secret: that of
+the user's home folder, or of MEGARL_ENGINE_SECRET. Logs go to FOLDER (default engines/HOST_PORT).
 
 `add` and `remove` change `rollout.external` in the control.yaml of a run folder, which the run reads at the start of
 each step: a new engine gets weights at the end of that step, and requests from the next one on. A run can also start

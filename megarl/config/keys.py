@@ -450,9 +450,14 @@ class RolloutConfig:
     recording."""
     external: tuple[str, ...] = ()
     """Addresses HOST:PORT of engines outside of the job, which `tools/engine_pool.py serve` starts from the same
-    configuration. They get the weights of each weight sync over TCP and take part of the requests, on top of the run's
-    own engines; `rollout.concurrency` stays the same. May change in any step, see `tools/engine_pool.py add`. One that
-    dies loses no sample, and is used again from the weight sync that finds it back."""
+    configuration. They get the weights of each weight sync and take part of the requests, on top of the run's own
+    engines; `rollout.concurrency` stays the same. May change in any step, see `tools/engine_pool.py add`. One that dies
+    loses no sample, and is used again from the weight sync that finds it back."""
+    external_weights_dir: PathStr = ""
+    """Folder that the run and the engines of `rollout.external` share, such as one on a network file system. Weights
+    reach them in files there, which all of them read and the run then removes; it needs room for half of
+    `rollout.weight_sync_bucket_mb` per rank with an engine. Empty sends weights to each engine over TCP. An engine may
+    see the folder at another path: `tools/engine_pool.py serve ... rollout.external_weights_dir=/mnt/x`."""
     engine: str = "sglang"
     """Engine that generates: `sglang`; `vllm`, on CPUs and for some model families; or a fork's own as `module:name`,
     see `megarl/engine/README.md`."""

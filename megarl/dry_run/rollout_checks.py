@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from pathlib import Path
 
 from megarl.config import Config, ConfigError, RolloutConfig
+from megarl.config.command_line import check_writable_folder
 from megarl.config.keys import max_pending_groups
 from megarl.engine.external_wire import parse_address
 from megarl.models.memory import VLLM_BLOCK_TOKENS
@@ -103,6 +105,14 @@ def check_expert_balance(config: Config, declared: Requirements) -> None:
             )
 
 
+def check_external_weights_dir(config: Config, declared: Requirements) -> None:
+    """Check that the run can write weights for external engines to its folder for them."""
+    for role, rollout in rollout_settings(config, declared.roles).items():
+        if rollout.external_weights_dir and not rollout.replay:
+            key = engine_key(config, role, "external_weights_dir")
+            check_writable_folder(Path(rollout.external_weights_dir), key)
+
+
 def check_external(config: Config, declared: Requirements) -> None:
     """Check the addresses of external engines, and that they get weights: they load none that a run trusts."""
     users: dict[str, str] = {}
@@ -112,16 +122,6 @@ def check_external(config: Config, declared: Requirements) -> None:
             raise ConfigError(
                 f"{key} with algorithm={declared.name}: engines outside of the job generate only with weights that a "
                 "trainer has sent them, and nothing trains here; remove it"
-            )
-        if rollout.external and rollout.sync_adapters_only and not rollout.replay:
-            raise ConfigError(
-                f"{key} with rollout.sync_adapters_only is not implemented: adapters are merged into weights that an "
-                "engine has loaded, of which nothing is known outside of the job; set the second to false"
-            )
-        if rollout.external and rollout.rebalance_experts_every and not rollout.replay:
-            raise ConfigError(
-                f"{key} with rollout.rebalance_experts_every is not implemented: engines outside of the job keep their "
-                "experts in order; set one of them"
             )
         if rollout.external and not rollout.replay:
             job_secret.external_key()

@@ -8,20 +8,23 @@ requests are repeated elsewhere, and later weight syncs try to connect to it aga
 
 from __future__ import annotations
 
+import hashlib
 import json
 import secrets
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from megarl.config import Config
 from megarl.engine.engine_protocol import GatherPayloads
-from megarl.engine.external_server import describe_engine, find_difference, hash_data
-from megarl.engine.external_wire import Wire, WireError
+from megarl.engine.external_files import WeightFiles, hash_data
+from megarl.engine.external_server import describe_engine, find_difference
+from megarl.engine.external_wire import Wire, WireBroken, WireError
 from megarl.parallel import device
 
 _MAX_THREADS = 32
@@ -43,6 +46,8 @@ class ExternalEngine:
     is_syncing: bool = False
     problem: str = ""
     """Why it was given up."""
+    is_cause: bool = False
+    """Whether that is more than a broken connection: an engine hangs up on all ranks when one of them gives it up."""
     num_failures: int = 0
     """Attempts to connect in a row that took long and failed, and the first weight sync that tries again; the same on
     all ranks."""
@@ -54,16 +59,17 @@ class ExternalEngine:
         """Send an order for weights and wait for its answer. Raises WireError."""
         wire = self.wire
         if wire is None:  # its requests have failed meanwhile
-            raise WireError(self.problem)
+            raise WireBroken(self.problem)
         wire.send(order, data)
         if errors := wire.receive()["errors"]:
             raise WireError(errors[0])
 
-    def drop(self, problem: str, token: str = "") -> None:
+    def drop(self, problem: str, token: str = "", is_cause: bool = False) -> None:
         """Give it up until the next weight sync. token: of the session with the problem, which may have ended."""
         if token and token != self.token:
             return
-        self.problem = self.problem or problem
+        if not self.problem or (is_cause and not self.is_cause):
+            self.problem, self.is_cause = problem, is_cause
         self.version, self.is_syncing = None, False
         wire, self.wire = self.wire, None
         if wire is not None:
@@ -74,19 +80,33 @@ class ExternalEngines:
     """The external engines assigned to the engine of this rank. One object on each of its ranks.
 
     engine_index, num_engines: which of the run's engines this is. gather: over the ranks of this engine, in whose order
-    they lead the ranks of the external ones. Methods are collective over these ranks, except those that say otherwise.
+    they lead the ranks of the external ones. role: of the engines. Methods are collective over these ranks, except
+    those that say otherwise.
     """
 
     def __init__(
-        self, config: Config, engine_index: int, num_engines: int, position: int, gather: GatherPayloads
+        self,
+        config: Config,
+        engine_index: int,
+        num_engines: int,
+        position: int,
+        gather: GatherPayloads,
+        role: str = "rollout",
     ) -> None:
         self._index, self._num_engines, self._position, self._gather = engine_index, num_engines, position, gather
         self._timeout = config.rollout.hang_timeout
         self._facts = describe_engine(config) if config.rollout.external else {}
         self._config = config
         self._engines: dict[str, ExternalEngine] = {}
+        self._members: list[ExternalEngine] = []
+        """The engines with which the weight sync began, those that were dropped since included."""
         self._threads = ThreadPoolExecutor(_MAX_THREADS, "external engines")
         self._writes: list[Future[None]] = []
+        self._files: WeightFiles | None = None
+        """Files for weights; None if they go over TCP."""
+        if folder := config.rollout.external_weights_dir:
+            run = hashlib.blake2b(str(Path(config.run.dir).absolute()).encode(), digest_size=6).hexdigest()
+            self._files = WeightFiles(Path(folder), f"megarl-{run}-{role}-{engine_index}-{position}")
         self.num_responses = self.num_external = self.num_repeated = 0
         """On the lead: responses of all engines and of external ones, and requests that were repeated because an
         external engine was lost."""
@@ -151,7 +171,7 @@ class ExternalEngines:
             self._changes = self.pop_changes()  # also of those that come back at once
         for engine in missing:
             engine.drop("it starts over")
-            engine.token, engine.problem = tokens[engine.address], ""
+            engine.token, engine.problem, engine.is_cause = tokens[engine.address], "", False
         slow: list[str] = []
 
         def work(engine: ExternalEngine) -> None:
@@ -179,43 +199,47 @@ class ExternalEngines:
         if problem := answer.get("error") or find_difference(self._facts, answer["engine"]):
             raise WireError(problem)
 
-    def begin(self, size: int) -> None:
-        """Begin a weight sync with buffers of `size` bytes."""
-        connected = [engine for engine in self._engines.values() if engine.wire is not None]
-        for engine in connected:
+    def begin(self) -> None:
+        """Begin a weight sync."""
+        self._members = [engine for engine in self._engines.values() if engine.wire is not None]
+        for engine in self._members:
             engine.version, engine.is_syncing = None, True
-        self._map(lambda engine: engine.call({"do": "begin", "bytes": size}), connected)
-        self._agree(connected)
+        self._call_all({"do": "begin"})
+
+    def send_order(self, order: dict[str, Any], draft: bool) -> None:
+        """Send an order without data, outside of `open` and `close`, without waiting: call `wait` after it."""
+        self._submit({"do": "order", "order": order, "draft": draft})
+
+    def open(self, size: int) -> None:
+        """Open a session with buffers of `size` bytes, for `write`."""
+        self._call_all({"do": "open", "bytes": size})
 
     def write(self, buffer: torch.Tensor, order: dict[str, Any], draft: bool) -> None:
-        """Send a write order and its data, without waiting: call `wait` before the buffer changes. Not collective."""
+        """Send an order to write or to compare and its data, without waiting: call `wait` before the buffer changes.
+        Not collective."""
         self.wait()
-        syncing = self._syncing
-        if order["do"] != "write" or not syncing:
+        if order["do"] == "read" or not order["slices"] or not self._syncing:  # a read is the run's own
             return
         device.synchronize(buffer)
-        data = buffer[: _num_bytes(order)].cpu()
-        hashed = self._threads.submit(hash_data, data)  # before those that wait for it
-
-        def work(engine: ExternalEngine) -> None:
-            message = {"do": "write", "order": {**order, "bucket": 0}, "draft": draft, "bytes": len(data)}
-            engine.call({**message, "hash": hashed.result()}, data)
-
-        self._writes = [self._threads.submit(self._try, work, engine) for engine in syncing]
+        if order["do"] == "compare":
+            order, data = _pick_hashes(order, buffer)
+        else:
+            data = buffer[: _num_bytes(order)].cpu()
+        message = {"do": "write", "order": {**order, "bucket": 0}, "draft": draft, "bytes": len(data)}
+        self._submit(message, data)
 
     def wait(self) -> None:
         """Wait for the last order. Not collective."""
         for write in self._writes:
             write.result()
         self._writes = []
+        if self._files is not None:
+            self._files.remove()
 
-    def finish(self) -> None:
-        """Have the engines finish their weights, once everything is sent."""
+    def close_session(self) -> None:
+        """Close the session; engines whose weights differ from those compared are dropped."""
         self.wait()
-        syncing = self._syncing
-        self._agree(syncing)  # an engine that one rank has lost would wait for it
-        self._map(lambda engine: engine.call({"do": "finish"}), self._syncing)
-        self._agree(syncing)
+        self._call_all({"do": "close"})
 
     def commit(self, version: int | None) -> None:
         """End the weight sync: the engines have this version now, or with None no usable weights."""
@@ -226,7 +250,9 @@ class ExternalEngines:
                 engine.version = version
 
         self.wait()
-        syncing = self._syncing
+        if self._engines:
+            self._agree(self._members)
+        syncing, self._members = self._syncing, []
         if version is None:
             for engine in syncing:
                 engine.drop("the weight sync failed")
@@ -245,12 +271,33 @@ class ExternalEngines:
     def _syncing(self) -> list[ExternalEngine]:
         return [engine for engine in self._engines.values() if engine.is_syncing]
 
+    def _call_all(self, order: dict[str, Any]) -> None:
+        if self._engines:
+            self._map(lambda engine: engine.call(order), self._syncing)
+            self._agree(self._members)
+
+    def _submit(self, order: dict[str, Any], data: torch.Tensor | None = None) -> None:
+        """Send an order to all engines in threads, with the hash of its data, or of the file that has them."""
+        syncing = self._syncing
+        if not syncing:
+            return
+        fields: dict[str, Future[Any]] = {}
+        if data is not None:  # before those that wait for it
+            fields["hash"] = self._threads.submit(hash_data, data)
+            if self._files is not None:
+                fields["file"], data = self._threads.submit(self._files.store, data), None
+
+        def work(engine: ExternalEngine) -> None:
+            engine.call({**order, **{name: field.result() for name, field in fields.items()}}, data)
+
+        self._writes = [self._threads.submit(self._try, work, engine) for engine in syncing]
+
     def _agree(self, engines: Sequence[ExternalEngine]) -> None:
         """Drop the engines that any rank has dropped."""
-        local = {engine.address: engine.problem for engine in engines if engine.wire is None}
+        local = {engine.address: [engine.problem, engine.is_cause] for engine in engines if engine.wire is None}
         for text in self._gather(json.dumps(local)):
-            for address, problem in json.loads(text).items():
-                self._engines[address].drop(problem or "its connection is gone")
+            for address, (problem, is_cause) in json.loads(text).items():
+                self._engines[address].drop(problem or "its connection is gone", is_cause=is_cause)
 
     def _map(self, work: Callable[[ExternalEngine], None], engines: Sequence[ExternalEngine]) -> None:
         """Apply `work` to all engines at once, and drop those that fail."""
@@ -260,7 +307,7 @@ class ExternalEngines:
         try:
             work(engine)
         except WireError as error:
-            engine.drop(str(error))
+            engine.drop(str(error), is_cause=not isinstance(error, WireBroken))
 
 
 def _num_bytes(order: dict[str, Any]) -> int:
@@ -271,3 +318,11 @@ def _num_bytes(order: dict[str, Any]) -> int:
         for name, _, r0, r1, c0, c1, offset, hash_offset in order["slices"]
     ]
     return max(ends, default=0)
+
+
+def _pick_hashes(order: dict[str, Any], buffer: torch.Tensor) -> tuple[dict[str, Any], torch.Tensor]:
+    """Return an order to compare with its hashes alone, [n] uint8 on the host: the pieces themselves are not there."""
+    words = buffer[: len(buffer) // 8 * 8].view(torch.int64)
+    hashes = words[torch.tensor([entry[-1] // 8 for entry in order["slices"]], dtype=torch.int64, device=buffer.device)]
+    slices = [[*entry[:6], 0, 8 * number] for number, entry in enumerate(order["slices"])]
+    return {**order, "slices": slices}, hashes.view(torch.uint8).cpu()

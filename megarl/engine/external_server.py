@@ -36,6 +36,7 @@ from megarl.config import Config, ConfigError, ParallelConfig
 from megarl.engine.engine_backends import engine_backend
 from megarl.engine.engine_protocol import EngineClient, EngineError, EngineLost, RequestFailed
 from megarl.engine.engine_restart import watch
+from megarl.engine.external_files import hash_data, read_file
 from megarl.engine.external_wire import Wire, WireError, parse_address
 from megarl.engine.weight_sender import WeightSender
 from megarl.models.registry import load_hf_config
@@ -43,6 +44,7 @@ from megarl.models.routing import routing_shape
 from megarl.models.sparse_indices import index_shape
 from megarl.parallel import device, job_secret
 from megarl.parallel.encoding import EncodingError
+from megarl.parallel.policy_configs import syncs_adapters
 from megarl.parallel.rendezvous import PUBLIC_NETWORK_ENV, check_private, open_listener
 
 HEARTBEAT_S = 2.0
@@ -66,9 +68,13 @@ def describe_engine(config: Config) -> dict[str, Any]:
     values |= {"config.json of model.path": hashlib.blake2b(hf.encode(), digest_size=16).hexdigest()}
     values |= {"model.dtype": config.model.dtype, "model.megatron": config.model.megatron}
     values |= {"train.routing_replay": train.routing_replay, "train.sparse_index_replay": train.sparse_index_replay}
+    values |= {"rollout.sync_adapters_only": syncs_adapters(config)}
+    if syncs_adapters(config):  # the shapes of the factors that an engine has
+        values |= {"lora.rank": config.lora.rank, "lora.target_modules": list(config.lora.target_modules)}
     names = ("engine", "tp", "ep", "num_speculative_tokens", "max_context", "top_p", "top_k", "min_p")
     experts = "num_redundant_experts", "rebalance_experts_every"
     values |= {f"rollout.{name}": getattr(rollout, name) for name in (*names, *experts)}
+    values |= {"rollout.external_weights_dir": "set" if rollout.external_weights_dir else "unset"}
     for name, host_settings in _HOST_SETTINGS.items():
         settings = getattr(rollout, name)
         values[f"rollout.{name}"] = {key: value for key, value in settings.items() if key not in host_settings}
@@ -91,6 +97,16 @@ def check_listen_host(host: str) -> None:
         raise ConfigError(
             f"--listen with {host} accepts connections at all addresses of this machine: name one of the nodes' own "
             f"network, or export {PUBLIC_NETWORK_ENV}=1 if a firewall protects the others"
+        )
+
+
+def check_weights_folder(folder: str) -> None:
+    """Raise ConfigError if this machine cannot read a run's `rollout.external_weights_dir`. folder: empty if unset."""
+    if folder and not (os.path.isdir(folder) and os.access(folder, os.R_OK | os.X_OK)):
+        fault = "this user may not read it" if os.path.isdir(folder) else "there is no such folder on this machine"
+        raise ConfigError(
+            f"rollout.external_weights_dir={folder}: {fault}; name the folder that the run writes to, as this machine "
+            "sees it"
         )
 
 
@@ -145,6 +161,7 @@ class ExternalServer:
         job_secret.external_key()
         host, port = parse_address(address)
         check_listen_host(host)
+        check_weights_folder(config.rollout.external_weights_dir)
         listener = open_listener(host, port)
         if listener is None:
             raise ConfigError(f"--listen {address} cannot be opened: name a free port of an address of this machine")
@@ -351,26 +368,24 @@ async def _beat(wire: Wire) -> None:
             await asyncio.sleep(HEARTBEAT_S)
 
 
-def hash_data(data: torch.Tensor) -> bytes:
-    """Return the hash of weights, [n] uint8 on the host, that nobody can find other bytes for."""
-    return hashlib.blake2b(data.numpy().data, digest_size=32).digest()
-
-
 class _WeightSync:
     """One engine rank's side of the weight syncs of a session. Its orders, each answered by {"errors": [text]}:
 
     {"do": "ping"}: nothing.
-    {"do": "begin", "bytes": n}: opens a weight sync with a bucket of n bytes.
+    {"do": "begin"}: begins a weight sync.
+    {"do": "order", "order": order, "draft": bool}: an order of `weight_loader.py` without data, to all ranks alike:
+    keep, merge, or finish. Not between "open" and "close".
+    {"do": "open", "bytes": n}: opens a session with a bucket of n bytes.
     {"do": "write", "order": order, "draft": bool, "bytes": n, "hash": h}, and n bytes with the hash h of `hash_data`:
-    an order of `weight_loader.py`.
-    {"do": "finish"}: everything is written.
-    {"do": "commit", "version": v}, to the first rank alone, after all have finished: the engine now has this version;
-    with None the sync has failed.
+    an order of `weight_loader.py` to write or to compare. With "file": name, the bytes are in that file.
+    {"do": "close"}: closes the session.
+    {"do": "commit", "version": v}, to the first rank alone, after all orders: the engine now has this version.
     """
 
     def __init__(self, server: ExternalServer, session: _Session, rank: int) -> None:
         self._engine, self._has_draft = server._engine, server._has_draft
         self._backend, self._timeout = server._backend, server._config.rollout.hang_timeout
+        self._folder = server._config.rollout.external_weights_dir
         self._session, self._rank = session, rank
         self._sender: WeightSender | None = None
         self._bucket = self._staging = torch.empty(0, dtype=torch.uint8)
@@ -382,29 +397,39 @@ class _WeightSync:
             case "ping":
                 return {"errors": []}
             case "begin":
-                return {"errors": self._begin(order["bytes"])}
+                return {"errors": self._begin()}
             case "commit":
                 return {"errors": self._commit(order["version"])}
         if sender is None:
             raise WireError(f"{order['do']} without a weight sync")
         if order["do"] == "write":
             size = order["bytes"]
-            wire.receive_data(self._staging[:size])
-            if hash_data(self._staging[:size]) != order["hash"]:
-                raise WireError("weights do not have the hash of their order")
+            if "file" in order:
+                try:
+                    read_file(self._folder, order["file"], self._staging[:size], order["hash"])
+                except WireError as error:
+                    print(error, flush=True)
+                    return {"errors": [str(error)]}
+            else:
+                wire.receive_data(self._staging[:size])
+                if hash_data(self._staging[:size]) != order["hash"]:
+                    raise WireError("weights do not have the hash of their order")
             self._bucket[:size].copy_(self._staging[:size])
             sender(self._bucket, order["order"], order["draft"])
             sender.wait_pending()
-        elif order["do"] == "finish":
+        elif order["do"] == "open":
+            self._open(sender, order["bytes"])
+        elif order["do"] == "close":
             sender.close()
-            for draft in (False, True) if self._has_draft else (False,):
-                sender.send_order({"do": "finish"}, draft)
-        return {"errors": sender.errors}
+        elif order["do"] == "order":
+            sender.send_order(order["order"], order["draft"])
+        errors = list(sender.errors)
+        if names := sender.mismatches:
+            errors.append(f"its weights differ from the trainer's: {', '.join(names[:3])} ({len(names)})")
+        return {"errors": errors}
 
-    def _begin(self, size: int) -> list[str]:
+    def _begin(self) -> list[str]:
         session, is_first = self._session, self._rank == 0
-        self._bucket = device.allocate_shared(size, self._rank)
-        self._staging = torch.empty(size, dtype=torch.uint8)
         self._sender = WeightSender(
             self._backend,
             self._engine if is_first else None,
@@ -418,9 +443,13 @@ class _WeightSync:
                 self._engine.begin_update()
             except EngineError as error:
                 self._sender.errors.append(str(error))
-        # A session has two buckets; here the network is slower than the engine, so that the second would save nothing.
-        self._sender.open([self._bucket, device.allocate_shared(8, self._rank)], self._has_draft)
         return self._sender.errors
+
+    def _open(self, sender: WeightSender, size: int) -> None:
+        self._bucket = device.allocate_shared(size, self._rank)
+        self._staging = torch.empty(size, dtype=torch.uint8)
+        # A session has two buckets; here the network is slower than the engine, so that the second would save nothing.
+        sender.open([self._bucket, device.allocate_shared(8, self._rank)], self._has_draft)
 
     def _commit(self, version: int | None) -> list[str]:
         try:

@@ -3,7 +3,7 @@
 Both ends know a secret (`job_secret.external_key`). Each connection starts with a random number from either end, from
 which both derive its key. Every message is a length of 8 bytes and a value of `parallel.encoding`, sealed with that key
 for its direction and its number, so that nobody can forge, repeat or reorder messages. Weights follow their order,
-which has their hash.
+which has their hash, unless they are in a file (`external_files.py`).
 """
 
 from __future__ import annotations
@@ -43,6 +43,10 @@ _TCP_OPTIONS = {
 
 class WireError(RuntimeError):
     """The connection is broken, or the other end does not know the secret."""
+
+
+class WireBroken(WireError):
+    """The connection is broken. The other end may have hung up because of another connection."""
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -96,7 +100,7 @@ class Wire:
         except ConfigError as error:
             raise WireError(str(error)) from None
         except OSError as error:
-            raise WireError(f"the connection failed: {error}") from None
+            raise WireBroken(f"the connection failed: {error}") from None
         both = bytes(other) + nonce if is_server else nonce + bytes(other)
         self._key = hashlib.blake2b(both, key=secret, digest_size=32).digest()
 
@@ -143,7 +147,7 @@ class Wire:
             if data is not None:
                 self._send(data.numpy().data)
         except OSError as error:
-            raise WireError(f"the connection failed: {error}") from None
+            raise WireBroken(f"the connection failed: {error}") from None
 
     def receive(self) -> Any:
         """Return the next value."""
@@ -154,7 +158,7 @@ class Wire:
             content = bytearray(self._check_length(head))
             self._receive_into(memoryview(content), deadline)
         except OSError as error:
-            raise WireError(f"the connection failed: {error}") from None
+            raise WireBroken(f"the connection failed: {error}") from None
         return self._decode(content)
 
     def receive_data(self, target: torch.Tensor) -> None:
@@ -162,7 +166,7 @@ class Wire:
         try:
             self._receive_into(target.numpy().data, self._next_deadline)
         except OSError as error:
-            raise WireError(f"the connection failed: {error}") from None
+            raise WireBroken(f"the connection failed: {error}") from None
 
     @property
     def _next_deadline(self) -> float | None:
@@ -199,7 +203,7 @@ class Wire:
             self._writer.write(self.encode(value))
             await self._writer.drain()
         except OSError as error:
-            raise WireError(f"the connection failed: {error}") from None
+            raise WireBroken(f"the connection failed: {error}") from None
 
     async def receive_async(self) -> Any:
         """Return the next value."""
@@ -208,7 +212,7 @@ class Wire:
             head = await self._reader.readexactly(_LENGTH.size)
             content = await self._reader.readexactly(self._check_length(head))
         except (OSError, asyncio.IncompleteReadError) as error:
-            raise WireError(f"the connection failed: {error}") from None
+            raise WireBroken(f"the connection failed: {error}") from None
         return self._decode(content)
 
     def close_streams(self) -> None:

@@ -109,9 +109,8 @@ class Engines:
         sync_config = dataclasses.replace(self.config, parallel=parallel)
         is_lost = (lambda error: False) if self.engine_restart is None else self.engine_restart.restart_if_lost
         if self.engine_index is not None:
-            self.external = ExternalEngines(
-                self.config, self.engine_index, len(self.engine_ranks), self._position, self._collect
-            )
+            where = self.engine_index, len(self.engine_ranks), self._position
+            self.external = ExternalEngines(self.config, *where, self._collect, context.role or "rollout")
         self.weight_sync = WeightSync(
             *(context.hf_config, sync_config, self.job, self.lead_engine, self._collect, trains, generates, is_lost),
             self.external,

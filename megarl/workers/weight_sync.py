@@ -208,23 +208,36 @@ class WeightSync:
         return self.adapter_executor if self.adapted else self.weight_executor
 
     def _send(self, local: Mapping[str, torch.Tensor], sender: WeightSender, version: int) -> None:
+        if self.external is not None:
+            self.external.begin()
         if self.adapted:
             self._send_adapters(local, sender, version)
         else:
-            self._send_weights(local, sender, version)
+            self._send_weights(local, sender, version, self.external)
         for draft in self._draft_flags if self.engine_rank is not None else ():
             experts = self.plan.engine.experts
             decoder = {} if draft else {layer: experts[layer] for layer in experts if layer is not None}
-            sender.send_order({"do": "finish"} | ({"experts": decoder} if decoder else {}), draft)
+            self._send_order(sender, {"do": "finish"} | ({"experts": decoder} if decoder else {}), draft)
+
+    def _send_order(self, sender: WeightSender, order: dict[str, Any], draft: bool) -> None:
+        """Send an order without data to this rank's engine, and at the same time to its external ones."""
         if self.external is not None:
-            self.external.finish()
+            self.external.send_order(order, draft)
+        sender.send_order(order, draft)
+        if self.external is not None:
+            self.external.wait()
 
     def _send_weights(
-        self, local: Mapping[str, torch.Tensor], sender: WeightSender, version: int, compare: bool = False
+        self,
+        local: Mapping[str, torch.Tensor],
+        sender: WeightSender,
+        version: int,
+        external: ExternalEngines | None,
+        compare: bool = False,
     ) -> None:
         if self.weight_executor is None:
             self.weight_executor = self._make_executor(self.plan)
-        self._run_executor(self.weight_executor, local, sender, version, compare)
+        self._run_executor(self.weight_executor, local, sender, version, external, compare)
 
     def _send_adapters(self, local: Mapping[str, torch.Tensor], sender: WeightSender, version: int) -> None:
         """Send the adapters, have the engines merge them, and compare the result with what would have been sent in the
@@ -235,12 +248,12 @@ class WeightSync:
             self.adapter_executor = self._make_executor(plan)
             self._adapter_orders = {action: list(self._list_adapter_orders(action)) for action in ("keep", "merge")}
         for order, draft in self._adapter_orders["keep"]:
-            sender.send_order(order, draft)
-        self._run_executor(self.adapter_executor, self._split(local)[1], sender, version)
+            self._send_order(sender, order, draft)
+        self._run_executor(self.adapter_executor, self._split(local)[1], sender, version, self.external)
         for order, draft in self._adapter_orders["merge"]:
-            sender.send_order(order, draft)
+            self._send_order(sender, order, draft)
         if self.is_verified:
-            self._send_weights(local, sender, version, compare=True)
+            self._send_weights(local, sender, version, self.external, compare=True)
             if wrong := sender.mismatches:
                 text = "the engine's weights with the adapters merged differ from the trainer's"
                 sender.errors.append(f"{text}: {', '.join(wrong[:3])} ({len(wrong)})")
@@ -284,14 +297,13 @@ class WeightSync:
         local: Mapping[str, torch.Tensor],
         sender: WeightSender,
         version: int,
+        external: ExternalEngines | None,
         compare: bool = False,
     ) -> None:
-        external = None if compare else self.external
-
         def share(buckets: Sequence[torch.Tensor]) -> None:
             sender.open(buckets, self.plan.engine.draft)
             if external is not None:
-                external.begin(len(buckets[0]))
+                external.open(len(buckets[0]))
 
         def send(buffer: torch.Tensor, order: dict[str, Any], draft: bool) -> None:
             sender(buffer, order, draft)
@@ -313,6 +325,8 @@ class WeightSync:
         self._rank_bytes[0] += executor.sent_bytes
         self._rank_bytes[1] += executor.whole_bytes
         sender.close()
+        if external is not None:
+            external.close_session()
 
     def _make_sender(self) -> WeightSender:
         return WeightSender(self.backend, self.engine, self.collect, self.config.rollout.hang_timeout)
@@ -333,7 +347,7 @@ class WeightSync:
         where = "the comparison of weights"
         self._raise_if_any(self._run_on_engine(lambda engine: engine.begin_update()), where)
         sender = self._make_sender()
-        self._send_weights(local, sender, version, compare=True)
+        self._send_weights(local, sender, version, external=None, compare=True)
         self._raise_if_any(sender.errors, where)
         self._run_on_engine(lambda engine: engine.end_update(None))
         return sorted({name for names in self._gather(sender.mismatches) for name in names})

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +18,9 @@ from megarl.dry_run.rollout_checks import (
     check_asynchronous,
     check_enough_prompts,
     check_external,
+    check_external_weights_dir,
     check_oversampling,
 )
-from megarl.dry_run.validation import check_step
 from megarl.engine.sglang.server_args import check_sampling
 from megarl.types.requirements import Requirements
 
@@ -158,22 +159,12 @@ def test_external_engines_need_a_trainer() -> None:
         check_external(config, load_requirements(config))
 
 
-def test_external_engines_get_whole_weights() -> None:
-    config = make_config(external=["10.0.0.5:7000"], sync_adapters_only=True)
-    with pytest.raises(
-        ConfigError, match="rollout.external with rollout.sync_adapters_only is not implemented: .* set the second"
-    ):
-        check_external(config, load_requirements(config))
-
-
-def test_external_engines_keep_their_experts_in_order() -> None:
-    """At the start, and where a control file adds them during the run."""
-    config = make_config(external=["10.0.0.5:7000"], rebalance_experts_every=1)
-    declared, message = load_requirements(config), "rebalance_experts_every is not implemented: .* set one"
-    with pytest.raises(ConfigError, match=message):
-        check_external(config, declared)
-    with pytest.raises(ConfigError, match=message):
-        check_step({}, config, declared)
+def test_the_folder_for_weights_of_external_engines_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder, message in ((tmp_path / "new", ""), (tmp_path / "file", "external_weights_dir .*file is not a folder")):
+        config = make_config(external_weights_dir=str(folder))
+        with pytest.raises(ConfigError, match=message) if message else nullcontext():
+            check_external_weights_dir(config, load_requirements(config))
 
 
 def test_an_external_engine_has_one_policy() -> None:

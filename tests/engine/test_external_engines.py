@@ -12,7 +12,7 @@ import json
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,10 +26,13 @@ from megarl.engine import external_engines, external_server, weight_loader
 from megarl.engine.engine_protocol import NOT_RECORDED, Generation, RecordedPrefix, RequestFailed
 from megarl.engine.external_client import SharedClient
 from megarl.engine.external_engines import ExternalEngine, ExternalEngines
+from megarl.engine.external_files import WeightFiles
 from megarl.engine.external_server import ExternalServer
 from megarl.engine.external_wire import WireError
 from megarl.engine.sglang.sglang_backend import SGLangBackend
+from megarl.models.lora_tables import merge_adapter
 from megarl.parallel import job_secret
+from megarl.reshard.run.checksum import device_hash
 from megarl.types import as_token_ids
 from megarl.utils.addresses import free_port
 
@@ -76,6 +79,7 @@ class StubEngine:
         self.models = [torch.nn.Linear(2, 3, bias=False) for _ in range(RANKS)]
         self.client, self.versions, self.start_number = StubClient(2), list[int | None](), 1
         self.is_asleep = self.is_paused = False
+        self.placements: list[Mapping[int, Sequence[int]]] = []
 
     def start(self) -> None: ...
 
@@ -96,8 +100,10 @@ class StubEngine:
         return self.client
 
     def call_loader(self, payloads: list[str], draft: bool = False, is_session: bool = False) -> None:
+        hooks = weight_loader.LoaderHooks(place_experts=self.placements.append)
+
         def work(model: torch.nn.Module, payload: str) -> None:
-            weight_loader.load(model, pickle.loads(base64.b64decode(payload)))
+            weight_loader.load(model, pickle.loads(base64.b64decode(payload)), hooks)
 
         pairs = zip(self.models, payloads, strict=True)
         threads = [threading.Thread(target=work, args=pair) for pair in pairs]
@@ -125,9 +131,9 @@ class Served:
     config: Config
 
 
-@pytest.fixture
-def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Served:
-    """A server of a stub engine, which ends with this process."""
+@pytest.fixture(params=["tcp"])
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Served:
+    """A server of a stub engine, which ends with this process. Its weights arrive over TCP, or in a folder "disk"."""
     monkeypatch.setenv(job_secret.EXTERNAL_SECRET_ENV, "a secret of this test alone")
     monkeypatch.setattr(external_server, "_SESSION_END_S", 0.5)
     backend = StubBackend()
@@ -135,6 +141,9 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Served:
     (tmp_path / "config.json").write_text(json.dumps(QWEN2))
     address = f"127.0.0.1:{free_port()}"
     rollout = {"tp": RANKS, "external": [address], "hang_timeout": 20}
+    if request.param == "disk":
+        (tmp_path / "disk").mkdir()
+        rollout["external_weights_dir"] = str(tmp_path / "disk")
     config = from_dict({"model": {"path": str(tmp_path)}, "rollout": rollout})
     server, is_ready = ExternalServer(config, address, tmp_path), threading.Event()
     threading.Thread(target=server.run, args=(is_ready.set,), daemon=True).start()
@@ -179,20 +188,36 @@ class Run:
 
         def work(number: int, rank: ExternalEngines) -> bool:
             has_joined = rank.connect()
-            rank.begin(64)
-            buffer = torch.zeros(64, dtype=torch.uint8)
-            buffer[:8] = torch.tensor([version, number], dtype=torch.float32).view(torch.uint8)
-            order: dict[str, Any] = {"do": "write", "version": version, "tensor_dtype": {"weight": "float32"}}
-            rank.write(buffer, order | {"slices": [["weight", -1, 0, 1, 0, 2, 0, -1]]}, False)
-            rank.wait()
-            rank.finish()
-            rank.commit(version)
+            rank.begin()
+            send(rank, "write", {"weight": torch.tensor([[version, number]], dtype=torch.float32)})
+            finish(rank, version, {0: [1, 0]})
             return has_joined
 
         return all(self.on_all(work))
 
     def close(self) -> None:
         self.on_all(lambda number, rank: rank.close())
+
+
+def send(rank: ExternalEngines, do: str, tensors: dict[str, torch.Tensor]) -> None:
+    """Write or compare the first rows of tensors in one session."""
+    rank.open(256)
+    buffer, slices = torch.zeros(256, dtype=torch.uint8), []
+    for number, (name, tensor) in enumerate(tensors.items()):
+        offset, (rows, columns) = 64 * number, tensor.shape
+        if do == "write":
+            buffer[offset : offset + 4 * tensor.numel()] = tensor.reshape(-1).view(torch.uint8)
+        buffer[offset + 56 : offset + 64] = device_hash(tensor).view(1).view(torch.uint8)
+        slices.append([name, -1, 0, rows, 0, columns, offset, offset + 56])
+    order = {"do": do, "version": 1, "tensor_dtype": dict.fromkeys(tensors, "float32"), "slices": slices}
+    rank.write(buffer, order, False)
+    rank.close_session()
+
+
+def finish(rank: ExternalEngines, version: int, experts: dict[int, list[int]] | None = None) -> None:
+    rank.send_order({"do": "finish"} | ({"experts": experts} if experts else {}), False)
+    rank.wait()
+    rank.commit(version)
 
 
 @pytest.fixture
@@ -243,6 +268,104 @@ def test_it_serves_one_run_at_a_time(served: Served, run: Run) -> None:
     run.close()
     assert second.sync(7)
     second.close()
+
+
+def test_every_weight_sync_places_the_experts(served: Served, run: Run) -> None:
+    """So an engine that joins later, or has served a run with another placement, gets that of its run."""
+    run.sync(1)
+    run.sync(2)
+    assert served.engine.placements == [{0: [1, 0]}] * 2 * RANKS
+
+
+by_tcp_or_disk = pytest.mark.parametrize("served", ["tcp", "disk"], indirect=True)
+
+
+def sync_adapters(run: Run, bases: Sequence[torch.Tensor], value: float) -> None:
+    """Send factors full of `value`, have them merged, and compare the weights with `bases` and these factors."""
+    a, b = torch.full((1, 2), value), torch.full((3, 1), value)
+    factors = {"weight.a": ["float32", [1, 2]], "weight.b": ["float32", [3, 1]]}
+    merge = {"do": "merge", "scale": 0.5, "merges": [["weight", -1, 0, 0, 0, "weight.a", "weight.b"]]}
+
+    def work(number: int, rank: ExternalEngines) -> None:
+        rank.connect()
+        rank.begin()
+        for order in ({"do": "keep", "tensors": ["weight"], "factors": factors}, merge):
+            if order is merge:
+                send(rank, "write", {"weight.a": a, "weight.b": b})
+            rank.send_order(order, False)
+            rank.wait()
+        send(rank, "compare", {"weight": merge_adapter(bases[number][None], a[None], b[None], 0.5)[0]})
+        finish(rank, 1)
+
+    run.on_all(work)
+
+
+@by_tcp_or_disk
+def test_adapters_are_merged_into_the_weights_that_an_engine_has_loaded(served: Served, run: Run) -> None:
+    """Also by an engine that has merged others before, in the same run or in another one."""
+    bases = [model.weight.detach().clone() for model in served.engine.models]
+    for value in (1.0, 2.0):
+        sync_adapters(run, bases, value)
+        assert run.ranks[0].num_usable == 1
+    run.close()
+    second = Run(served.config)
+    sync_adapters(second, bases, 3.0)
+    assert second.ranks[0].num_usable == 1
+    for base, model in zip(bases, served.engine.models, strict=True):
+        assert torch.equal(model.weight, base + 0.5 * 9.0)
+    second.close()
+
+
+@by_tcp_or_disk
+def test_an_engine_with_other_weights_below_its_adapters_is_dropped(served: Served, run: Run) -> None:
+    bases = [model.weight.detach().clone() for model in served.engine.models]
+    bases[1] += 1
+    sync_adapters(run, bases, 1.0)
+    assert run.ranks[0].num_usable == 0
+    (line,) = run.ranks[0].pop_changes()
+    assert line.endswith(" is not used: its weights differ from the trainer's: weight (1)")
+
+
+def test_adapters_of_another_shape_are_refused(served: Served) -> None:
+    def describe(**lora: Any) -> dict[str, Any]:
+        rollout = dataclasses.replace(served.config.rollout, sync_adapters_only=True)
+        lora_config = dataclasses.replace(served.config.lora, **lora)
+        return external_server.describe_engine(dataclasses.replace(served.config, rollout=rollout, lora=lora_config))
+
+    assert not external_server.find_difference(describe(rank=4, alpha=8), describe(rank=4, alpha=16))
+    text = external_server.find_difference(describe(rank=4), describe(rank=8))
+    assert text == "its lora.rank is 8, and that of the run 4"
+    by_disk = dataclasses.replace(served.config.rollout, external_weights_dir="/there")
+    run = external_server.describe_engine(dataclasses.replace(served.config, rollout=by_disk))
+    text = external_server.find_difference(run, external_server.describe_engine(served.config))
+    assert text == "its rollout.external_weights_dir is unset, and that of the run set"
+    text = external_server.find_difference(describe(rank=4), describe())
+    assert text == "its rollout.sync_adapters_only is False, and that of the run True"
+
+
+@pytest.mark.parametrize("served", ["disk"], indirect=True)
+def test_weights_by_disk_arrive_and_leave_no_file(served: Served, run: Run, tmp_path: Path) -> None:
+    names: list[str] = []
+    for rank in run.ranks:
+        assert rank._files is not None
+        store = rank._files.store
+        rank._files.store = lambda data, store=store: names.append(name := store(data)) or name  # type: ignore[func-returns-value, method-assign, misc]
+    assert run.sync(3)
+    assert [model.weight[0].tolist() for model in served.engine.models] == [[3, 0], [3, 1]]
+    assert len(set(names)) == RANKS and list((tmp_path / "disk").iterdir()) == []
+
+
+@pytest.mark.parametrize("served", ["disk"], indirect=True)
+def test_an_engine_that_does_not_find_its_weights_says_so(served: Served, run: Run, tmp_path: Path) -> None:
+    """The first of two ranks is not the one that fails, and yet the run logs the reason."""
+    folder = tmp_path / "elsewhere"
+    run.ranks[1]._files = WeightFiles(folder, "run")
+    assert run.sync(1)
+    (line,) = run.ranks[0].pop_changes()
+    assert " is not used: it does not find " in line and line.endswith("the folder that the run writes to")
+    assert list(folder.iterdir()) == []
+    run.ranks[1]._files = WeightFiles(tmp_path / "disk", "run")
+    assert run.sync(2) and run.ranks[0].num_usable == 1
 
 
 def share(run: Run, work: Callable[[SharedClient, StubClient], Any]) -> Any:
