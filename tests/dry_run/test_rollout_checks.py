@@ -16,6 +16,7 @@ from megarl.controllers.controller import load_requirements
 from megarl.dry_run.rollout_checks import (
     check_asynchronous,
     check_enough_prompts,
+    check_expert_balance,
     check_external,
     check_oversampling,
 )
@@ -156,6 +157,15 @@ def test_external_engines_need_a_trainer() -> None:
     config = from_dict({"algorithm": "generate", "rollout": {"external": ["10.0.0.5:7000"]}})
     with pytest.raises(ConfigError, match="rollout.external with algorithm=generate: .* nothing trains here"):
         check_external(config, load_requirements(config))
+
+
+def test_engines_record_routing_to_replay_it_or_to_count_it() -> None:
+    assert not make_config().records_routing
+    assert make_config(rebalance_experts_every=1).records_routing
+    assert not make_config(rebalance_experts_every=1, replay="/run").records_routing  # there are no engines
+    assert from_dict({"train": {"routing_replay": True}}).records_routing
+    config = make_config(rebalance_experts_every=1)
+    check_expert_balance(config, load_requirements(config))
 
 
 def test_external_engines_get_whole_weights() -> None:
