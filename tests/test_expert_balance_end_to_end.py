@@ -21,7 +21,7 @@ SETTINGS = (
     *("parallel.world_size=2", "parallel.ranks_per_node=2", "parallel.tp=1", "parallel.ep=2"),
     *("rollout.tp=2", "rollout.ep=2", "train.routing_replay=true", "rollout.verify_weights_every=1"),
     *("data.prompts_per_step=4", "rollout.samples_per_prompt=4", "rollout.max_new_tokens=32", "run.export=false"),
-    *("algorithm=grpo", "kl.apply_to=none", "run.keep_checkpoints=4"),
+    *("algorithm=grpo", "kl.apply_to=none", "run.keep_checkpoints=5"),
     *("rollout.num_redundant_experts=2", "rollout.rebalance_experts_every=1"),
     "roles={rollout: {worker: faulty_rollout_worker:FaultyRolloutWorker}}",
 )
