@@ -45,7 +45,7 @@ from reward_server import RewardServer
 
 from megarl.config import LoraConfig, ParallelConfig
 from megarl.environments.ready.calculator import calculator
-from megarl.models.memory import stage_elements
+from megarl.models.memory import ModelVariant, stage_elements
 from megarl.models.registry import load_hf_config
 from megarl.observe.rollout_log import read_records, read_rollouts
 from megarl.rollout.partial_rollouts import read_groups
@@ -784,7 +784,8 @@ def check_layouts(model: Path, log: str) -> None:
         message = rf"{role}: tp={tp} cp={cp} pp=1 ep=2 etp=1, ([\d,]+) parameters on rank 0"
         ((count, trained),) = re.findall(message + r", of which LoRA trains ([\d,]+) ", log)
         parallel, layers = ParallelConfig(world_size=2, tp=tp, cp=cp, ep=2), [range(hf["num_hidden_layers"])]
-        (elements,) = stage_elements(hf, parallel, layers, head=role == "critic", lora=LoraConfig(rank=4))
+        variant = ModelVariant(head=role == "critic", lora=LoraConfig(rank=4))
+        (elements,) = stage_elements(hf, parallel, layers, variant)
         assert int(count.replace(",", "")) == sum(elements), role
         head = hf["hidden_size"] if role == "critic" else 0  # trained too, but not an adapter
         assert int(trained.replace(",", "")) == elements.dense + elements.expert - head, role

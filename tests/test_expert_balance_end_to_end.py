@@ -21,7 +21,7 @@ SETTINGS = (
     *("parallel.world_size=2", "parallel.ranks_per_node=2", "parallel.tp=1", "parallel.ep=2"),
     *("rollout.tp=2", "rollout.ep=2", "train.routing_replay=true", "rollout.verify_weights_every=1"),
     *("data.prompts_per_step=4", "rollout.samples_per_prompt=4", "rollout.max_new_tokens=32", "run.export=false"),
-    *("algorithm=grpo", "kl.apply_to=none", "run.keep_checkpoints=4"),
+    *("algorithm=grpo", "kl.apply_to=none", "run.keep_checkpoints=5"),
     *("rollout.num_redundant_experts=2", "rollout.rebalance_experts_every=1"),
     "roles={rollout: {worker: faulty_rollout_worker:FaultyRolloutWorker}}",
 )
@@ -40,13 +40,18 @@ def test_experts_move_between_steps_and_the_policy_stays(
 ) -> None:
     """The trainer, whose experts stay, agrees with the engine in every step: the copies have the trainer's weights, and
     get the tokens of their experts. The second weight sync loses the engine, which starts again with its experts in
-    order. The fourth step is that of a run that resumes."""
+    order. The fourth step is that of a run that resumes, and in the fifth the records are only counted."""
     folder, run_dir = make_folder(tmp_path / "quickstart", "qwen3_moe"), tmp_path / "run"
     monkeypatch.setitem(ENVIRONMENT, "ENGINE_FAULTS", json.dumps({2: ["weight_sync", 0]}))
     train(folder, run_dir, *SETTINGS, "run.num_rollout=3", host=host)
     train(folder, run_dir, *SETTINGS, "run.num_rollout=4", "run.resume=auto", host=host)
-    steps = read_steps(run_dir)
-    assert [step["step"] for step in steps] == [1, 2, 3, 4]
+    resumed = "run.num_rollout=5", "run.resume=auto", "train.routing_replay=false"
+    train(folder, run_dir, *SETTINGS, *resumed, host=host)
+    *steps, counted = read_steps(run_dir)
+    assert [step["step"] for step in (*steps, counted)] == [1, 2, 3, 4, 5]
+    assert 1 <= counted["rollout/expert_imbalance_placed"] <= counted["rollout/expert_imbalance"]
+    assert "rollout/logprob_diff_mean_unreplayed" not in counted
+    assert all(row.rollout.routing is None for row in read_records(run_dir, 5, include_trainer_columns=True))
     assert [step.get("rollout/engine_restarts", 0) for step in steps] == [0, 1, 0, 0]
     assert max(step["rollout/logprob_diff"] for step in steps) <= 1e-4
     placements = [read_placements(run_dir, step) for step in range(5)]

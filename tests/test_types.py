@@ -276,6 +276,9 @@ def test_gather_shares_stats_and_keeps_rollouts_local():
         for name in (*ROLLOUT_STATS, "source", "reward"):
             assert torch.equal(getattr(rollouts, name), getattr(full, name)), name
         assert rollouts.routed_tokens.tolist() == [0, 2, 0, 0, 0]
+        bare = rollouts.without_routing()
+        assert not bare.routed_tokens.any() and all(rollout.routing is None for rollout in bare.local)
+        assert bare.local == rollouts.local and torch.equal(bare.length, rollouts.length)
         selected = rollouts.select(torch.tensor([True, False, True, True, False]))
         assert selected.local_indices.tolist() == [[0, 2], [], [1]][rank] and selected.home.tolist() == [0, 2, 0]
         assert selected.length.tolist() == [2, 8, 8] and len(selected.local) == len(selected.local_indices)

@@ -1,17 +1,25 @@
 """Ways to bring a small MoE's weights from a trainer's ranks to engines' shards, side by side in one run:
 
-  reshard   MegaRL's: each rank sends what others need and lack, see megarl/reshard
-  changes   the same with rollout.sync_changes_only: between nodes, only words that have changed; before each sync a
-            share --changed of the weights gets a new sign
-  merged    the same with LoRA: a rank merges adapters of rank --lora into what it sends
-  adapters  the same with rollout.sync_adapters_only: the adapters alone are sent, and engines merge them
-  gather    every rank gathers all full tensors and slices its own shards out of them, as most frameworks do
-  megatron  megatron.core.resharding, which moves weights into another Megatron layout; see `Megatron` below
+  reshard        MegaRL's: each rank sends what others need and lack, see megarl/reshard
+  changes        the same with rollout.sync_changes_only: between nodes, only words that have changed; before each sync
+                 a share --changed of the weights changes
+  changes-dense  the same after an update of all weights
+  merged         the same with LoRA: a rank merges adapters of rank --lora into what it sends
+  adapters       the same with rollout.sync_adapters_only: the adapters alone are sent, and engines merge them
+  experts        the same with rollout.rebalance_experts_every: each sync places the experts anew, one copy more on each
+                 rank of an engine; so it is planned anew, and verified in full
+  external       the same, and each engine rank sends on all that it gets to that of an external engine, on the other
+                 node if there are two
+  gather         every rank gathers all full tensors and slices its own shards out of them, as most frameworks do
+  megatron       megatron.core.resharding, which moves weights into another Megatron layout; see `Megatron` below
 
-  .venv/bin/python tools/bench_reshard.py [--ranks 4 8] [--nodes 1|2] [--repeats 5] [--hidden 512] [--json FILE]
+  .venv/bin/python tools/bench_reshard.py [--ranks 4 8] [--nodes 1 2] [--repeats 5] [--hidden 512] [--json FILE]
 
-All ranks are processes of this machine and communicate by gloo. With --nodes 2 they run in two network namespaces with
-a link of --gbit between them (needs root and iproute2). Seconds are the median over repeats, of the slowest rank.
+All ranks are processes of this machine and communicate by gloo. Of two nodes, each is a network namespace, with a link
+of --gbit between them (needs root and iproute2). The ways take turns: each syncs once, then each once more. Seconds are
+the median over repeats, of the slowest rank. "cpu s" are the processor seconds of all ranks together, which other
+programs of the machine hardly change. "of bound" is what arrived over the wire, with TCP's own bytes, over the fewest
+bytes that any sync of the whole model could take (megarl/reshard/plan/bound.py).
 """
 
 from __future__ import annotations
@@ -19,35 +27,45 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import secrets
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from megarl.config import ConfigError, LoraConfig, ParallelConfig
+from megarl.config import Config, ConfigError, LoraConfig, ParallelConfig
 from megarl.config.command_line import Parser, check_writable_file, float_in_range, int_in_range, run_cli
-from megarl.engine.weight_loader import keep_base, merge_adapters
+from megarl.engine import weight_loader
+from megarl.engine.external_engines import ExternalEngines
+from megarl.engine.external_server import describe_engine, hash_data
+from megarl.engine.external_wire import Wire, WireError
 from megarl.models.layout_algebra import HFTensor, Param, split_with
 from megarl.models.lora_tables import MergedWeights, adapted_weights, factor_params, merge_adapter
 from megarl.models.registry import family_of
-from megarl.parallel import ranks
+from megarl.parallel import job_secret, ranks, shared_memory
 from megarl.reshard.plan.adapters import AdapterTable, factor_shapes, list_merges
+from megarl.reshard.plan.bound import compute_bound
 from megarl.reshard.plan.cells import LayerTable
+from megarl.reshard.plan.expert_placement import place_experts
 from megarl.reshard.plan.layout import EngineLayout, ShardSlice, TrainLayout, engine_shapes, even_stages
 from megarl.reshard.plan.planner import ReshardPlan
 from megarl.reshard.run.executor import Executor
+from megarl.utils.addresses import free_port
 
 Tensors = dict[str, torch.Tensor]
-TIMEOUT_S = 90.0
+FullTensor = Callable[[Param, int], torch.Tensor]
+"""Returns the expected values of HF tensor number n of a parameter."""
 LAYOUTS = {2: (2, 1, 2, 2), 4: (2, 2, 2, 4), 8: (2, 2, 4, 4)}
 """Layouts by number of ranks: tp, pp, ep of the trainer, tp of an engine (and its ep)."""
 
@@ -70,9 +88,10 @@ def model(hidden: int) -> dict[str, Any]:
     }
 
 
-def full_tensor(tensor: HFTensor) -> torch.Tensor:
-    """Return the values of a full HF tensor, which any rank can compute."""
-    return torch.rand(tensor.shape, generator=torch.Generator().manual_seed(zlib.crc32(tensor.name.encode())))
+def full_tensor(tensor: HFTensor, update: int = 0) -> torch.Tensor:
+    """Return the values of a full HF tensor, which any rank can compute. update: 0 or 1; no value is in both."""
+    seed = zlib.crc32(f"{tensor.name} {update}".encode())
+    return torch.rand(tensor.shape, generator=torch.Generator().manual_seed(seed)) + update
 
 
 def trained(param: Param, source: int) -> torch.Tensor:
@@ -81,43 +100,37 @@ def trained(param: Param, source: int) -> torch.Tensor:
 
 
 class Case:
-    """This rank's shards in the trainer, and buffers for those of its engine."""
+    """This rank's shards in the trainer, and the layout of its engine."""
 
-    def __init__(self, hf: dict[str, Any], nodes: int, changed: float, rank: int) -> None:
-        self.changed, self.lora = changed, LoraConfig(rank=rank)
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.hf, self.options, self.lora = model(options.hidden), options, LoraConfig(rank=options.lora)
         world = int(os.environ["WORLD_SIZE"])
         tp, pp, ep, engine = LAYOUTS[world]
-        self.hf, self.ranks_per_node = hf, world // nodes
-        self.ranks = ranks.initialize(
-            ParallelConfig(tp=tp, pp=pp, ep=ep, world_size=world, ranks_per_node=self.ranks_per_node), TIMEOUT_S
-        )
+        self.ranks_per_node = world // options.nodes[0]
+        parallel = ParallelConfig(tp=tp, pp=pp, ep=ep, world_size=world, ranks_per_node=self.ranks_per_node)
+        self.ranks = ranks.initialize(parallel, options.timeout)
         self.rank = self.ranks.job.rank
-        self.train = TrainLayout(world, tp, ep, even_stages(hf["num_hidden_layers"], pp))
+        self.train = TrainLayout(world, tp, ep, even_stages(self.hf["num_hidden_layers"], pp))
         self.engine = EngineLayout(engine, engine)
-        self.experts = family_of(hf).num_experts(hf)
-        self.params = family_of(hf).params(hf, 1)
-        self.local: Tensors = {}
-        for param in self.params:
-            if self.train.has_param(self.rank, param, self.experts):
-                self.local[param.megatron] = self.shard(param, self.train, self.rank)
-        position = self.rank % engine
-        shapes = engine_shapes(self.params, self.engine, position, self.experts)
-        self.engine_tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
+        self.experts = family_of(self.hf).num_experts(self.hf)
+        self.params = family_of(self.hf).params(self.hf, 1)
+        self.local = self.shards(self.params)
 
-    def shard(self, param: Param, layout: TrainLayout, rank: int) -> torch.Tensor:
+    def shards(self, params: list[Param], full_of: FullTensor = trained) -> Tensors:
+        """Return this rank's shards of the parameters that it holds, by Megatron's names."""
+        held = [param for param in params if self.train.has_param(self.rank, param, self.experts)]
+        return {param.megatron: self.shard(param, self.train, self.rank, full_of) for param in held}
+
+    def shard(self, param: Param, layout: TrainLayout, rank: int, full_of: FullTensor = trained) -> torch.Tensor:
         """Return the shard of a parameter that a rank of Megatron's layout holds."""
         expert = param.expert is not None
         dim, slices = split_with(param, param.sharding, layout.num_shards(expert), layout.shard_index(rank, expert))
         shape = list(param.hf[0].shape)
         shape[dim] = sum(piece.stop - piece.start for piece in slices)
-        return self.fill(torch.zeros(shape), param, layout.slices_of_rank(rank, param), trained)
+        return self.fill(torch.zeros(shape), param, layout.slices_of_rank(rank, param), full_of)
 
     def fill(
-        self,
-        target: torch.Tensor,
-        param: Param,
-        intervals: list[ShardSlice],
-        full_of: Callable[[Param, int], torch.Tensor],
+        self, target: torch.Tensor, param: Param, intervals: list[ShardSlice], full_of: FullTensor
     ) -> torch.Tensor:
         """Write the expected values: those of the full tensors of `param.hf`, by index."""
         for source, dim, start, stop, offset in intervals:
@@ -125,86 +138,118 @@ class Case:
             target.narrow(dim, offset, stop - start).copy_(full.narrow(dim, start, stop - start))
         return target
 
-    def find_wrong(self, full_of: Callable[[Param, int], torch.Tensor] = trained) -> list[str]:
-        """Return the engine's tensors with wrong values. full_of: see `fill`."""
-        expected = {name: torch.zeros_like(tensor) for name, tensor in self.engine_tensors.items()}
-        position = self.rank % self.engine.tp
-        for param in self.params:
-            slot = self.engine.slot_of(param)
+
+class EngineRank:
+    """A rank of an engine. The engines' own loader writes its tensors.
+
+    position: number of the rank within its engine.
+    """
+
+    def __init__(self, case: Case, layout: EngineLayout, position: int) -> None:
+        self.case, self.layout, self.position = case, layout, position
+        self.model = torch.nn.Module()
+        for name, shape in engine_shapes(case.params, layout, position, case.experts).items():
+            add_parameter(self.model, name, torch.nn.Parameter(torch.zeros(shape), requires_grad=False))
+        self.tensors = weight_loader.writable_tensors(self.model)
+        self.answer = torch.empty(1 << 16, dtype=torch.uint8)
+
+    def write(self, buffer: torch.Tensor, order: dict[str, Any], draft: bool = False) -> None:
+        """Execute an order of `weight_loader.py`. Raises RuntimeError unless it succeeds."""
+        content = torch.frombuffer(bytearray(json.dumps(order).encode()), dtype=torch.uint8)
+        weight_loader.load(self.model, [("order", content), ("answer", self.answer), ("bucket", buffer)])
+        answer = weight_loader.read_answer(self.answer)
+        if answer.get("error") or answer.get("wrong"):
+            raise RuntimeError(f"the engine answers {answer}")
+
+    def find_wrong(self, full_of: FullTensor = trained) -> list[str]:
+        """Return the tensors with wrong values."""
+        expected = {name: torch.zeros_like(tensor) for name, tensor in self.tensors.items()}
+        for param in self.case.params:
+            slot = self.layout.slot_of(param)
             assert slot is not None
-            for index in self.engine.expert_indices(position, param, self.experts):
+            for index in self.layout.expert_indices(self.position, param, self.case.experts):
                 target = expected[slot.name][index] if slot.grid == "expert" else expected[slot.name]
-                self.fill(target, param, self.engine.slices_of_rank(position, param), full_of)
-        return [name for name in expected if not torch.equal(expected[name], self.engine_tensors[name])]
+                self.case.fill(target, param, self.layout.slices_of_rank(self.position, param), full_of)
+        return [name for name in expected if not torch.equal(expected[name], self.tensors[name])]
+
+
+def add_parameter(root: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> None:
+    """Register a parameter under a name with dots, with the modules that it names."""
+    *path, leaf = name.split(".")
+    for part in path:
+        if not hasattr(root, part):
+            root.add_module(part, torch.nn.Module())
+        root = getattr(root, part)
+    root.register_parameter(leaf, parameter)
+
+
+class Way(Protocol):
+    def __call__(self) -> None:
+        """Sync the weights once. Collective."""
+
+    def find_wrong(self) -> list[str]:
+        """Return the names of this rank's tensors that have wrong values after the last sync."""
 
 
 class Reshard:
-    def __init__(self, case: Case, table: LayerTable | None = None) -> None:
-        self.case, node = case, case.ranks_per_node
-        plan = ReshardPlan(case.hf, case.train, case.engine, node, bucket_bytes=64 << 20, wire="fp32", table=table)
-        allocate = lambda size: torch.empty(size, dtype=torch.uint8)  # noqa: E731
-        self.executor = Executor(plan, case.rank, period=1 << 30, allocate=allocate)
-        self.executor.num_syncs = 1  # do not verify; the other methods do not either
+    def __init__(self, case: Case, layout: EngineLayout | None = None) -> None:
+        self.case, layout = case, layout or case.engine
+        self.engine = EngineRank(case, layout, case.rank % layout.tp)
+        self.executor = self.build_executor(layout)
+        self.executor.num_syncs = 1  # do not verify, as in most syncs; the other methods do not either
+
+    def build_executor(self, engine: EngineLayout, table: LayerTable | None = None) -> Executor:
+        case = self.case
+        plan = ReshardPlan(
+            case.hf, case.train, engine, case.ranks_per_node, bucket_bytes=64 << 20, wire="fp32", table=table
+        )
+        return Executor(plan, case.rank, 1 << 30, lambda size: shared_memory.empty((size,), torch.uint8))
 
     def __call__(self) -> None:
-        self.executor.sync(self.case.local, self.execute, version=1)
+        self.executor.sync(self.case.local, self.engine.write, version=1)
 
     def find_wrong(self) -> list[str]:
-        return self.case.find_wrong()
-
-    def execute(self, buffer: torch.Tensor, order: dict[str, Any], draft: bool) -> None:
-        """Do what an engine does for an order to write or read."""
-        for name, index, r0, r1, c0, c1, offset, _ in order["slices"]:
-            tensor = self.case.engine_tensors[name] if index < 0 else self.case.engine_tensors[name][index]
-            target = (tensor if tensor.dim() == 2 else tensor[:, None])[r0:r1, c0:c1]
-            box = buffer[offset : offset + target.numel() * 4].view(torch.float32).view(target.shape)
-            if order["do"] == "read":
-                box.copy_(target)
-            else:
-                target.copy_(box)
+        return self.engine.find_wrong()
 
 
 class Changes(Reshard):
-    def __init__(self, case: Case) -> None:
+    """share: of the weights, the same ones in each update."""
+
+    def __init__(self, case: Case, share: float) -> None:
         super().__init__(case)
-        self.changed = {}  # the same weights on all ranks that hold a shard
-        for name, shard in case.local.items():
-            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            self.changed[name] = torch.rand(shard.shape, generator=generator) < case.changed
-        self.is_original = True
+        self.share, self.update = share, 0
+        self.versions = case.local, case.shards(case.params, self.updated)
+
+    def updated(self, param: Param, source: int) -> torch.Tensor:
+        first, second = (full_tensor(param.hf[source], update) for update in (0, 1))
+        return torch.where(first < self.share, second, first)
 
     def __call__(self) -> None:
-        if self.executor.has_base:
-            self.is_original = not self.is_original
-            for name, mask in self.changed.items():
-                self.case.local[name][mask] *= -1
-        super().__call__()
-        self.executor.keep_base(self.case.local)
+        self.update = 1 - self.update
+        local = self.versions[self.update]
+        self.executor.sync(local, self.engine.write, version=1)
+        self.executor.keep_base(local)
 
     def find_wrong(self) -> list[str]:
-        if not self.is_original:
-            self()
-        return super().find_wrong()
+        return self.engine.find_wrong(self.updated if self.update else trained)
 
 
 class Merged(Reshard):
     """Adapters of all linear layers."""
 
-    def __init__(self, case: Case, table: LayerTable | None = None) -> None:
-        super().__init__(case, table)
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
         self.weights = adapted_weights(case.params, ())
         self.pairs = {weight.megatron: factor_params(weight, case.lora.rank) for weight in self.weights}
-        factors = [factor for pair in self.pairs.values() for factor in pair]
-        trains = [factor for factor in factors if case.train.has_param(case.rank, factor, case.experts)]
-        self.factors = {factor.megatron: case.shard(factor, case.train, case.rank) for factor in trains}
+        self.factors = case.shards([factor for pair in self.pairs.values() for factor in pair])
         self.scale = case.lora.scale
 
     def __call__(self) -> None:
         merged = MergedWeights(self.case.local, self.factors, self.scale)
-        self.executor.sync(merged, self.execute, version=1)
+        self.executor.sync(merged, self.engine.write, version=1)
 
     def find_wrong(self) -> list[str]:
-        return self.case.find_wrong(self.merge)
+        return self.engine.find_wrong(self.merge)
 
     def merge(self, param: Param, source: int) -> torch.Tensor:
         """Return a full HF tensor with its adapter merged."""
@@ -217,21 +262,104 @@ class Merged(Reshard):
 
 class Adapters(Merged):
     def __init__(self, case: Case) -> None:
-        Reshard(case)()  # what engines have loaded
-        super().__init__(case, AdapterTable(family_of(case.hf), case.lora, case.engine))
-        layout = case.engine, case.rank % case.engine.tp, case.experts
+        super().__init__(case)
+        Reshard.__call__(self)  # what engines have loaded
+        layout = case.engine, self.engine.position, case.experts
         names = {weight.slot.name for weight in self.weights if weight.slot}
         shapes = factor_shapes(self.weights, case.lora.rank, *layout)
-        keep = {"tensors": sorted(names), "factors": {name: ("float32", shape) for name, shape in shapes.items()}}
-        self.adapted = keep_base(case.engine_tensors, keep)
-        self.merges = {"scale": self.scale, "merges": list_merges(self.weights, *layout)}
+        factors = {name: ("float32", shape) for name, shape in shapes.items()}
+        self.order({"do": "keep", "tensors": sorted(names), "factors": factors})
+        self.merges = {"do": "merge", "scale": self.scale, "merges": list_merges(self.weights, *layout)}
+        self.executor = self.build_executor(case.engine, AdapterTable(family_of(case.hf), case.lora, case.engine))
+        self.executor.num_syncs = 1
+
+    def order(self, order: dict[str, Any]) -> None:
+        self.engine.write(torch.empty(0, dtype=torch.uint8), order)
 
     def __call__(self) -> None:
-        engine_tensors = self.case.engine_tensors
-        self.case.engine_tensors = self.adapted.factors
-        self.executor.sync(self.factors, self.execute, version=1)
-        self.case.engine_tensors = engine_tensors
-        merge_adapters(engine_tensors, self.adapted, self.merges)
+        self.executor.sync(self.factors, self.engine.write, version=1)
+        self.order(self.merges)
+
+
+class Experts(Reshard):
+    """Experts move between two placements, of two loads."""
+
+    def __init__(self, case: Case) -> None:
+        self.placements: list[Mapping[int | None, tuple[int, ...]]] = [
+            {layer: self.place(case, turn, layer) for layer in range(case.hf["num_hidden_layers"])} for turn in (0, 1)
+        ]
+        super().__init__(case, replace(case.engine, experts=self.placements[0]))
+
+    @staticmethod
+    def place(case: Case, turn: int, layer: int) -> tuple[int, ...]:
+        generator = torch.Generator().manual_seed(2 * layer + turn)
+        load = torch.randint(1, 1000, (case.experts,), generator=generator).tolist()
+        return place_experts(load, case.experts + case.engine.ep, case.engine.ep)
+
+    def __call__(self) -> None:
+        self.placements.reverse()
+        self.engine.layout = replace(self.engine.layout, experts=self.placements[0])
+        self.build_executor(self.engine.layout).sync(self.case.local, self.engine.write, version=1)
+
+
+class External(Reshard):
+    """Each rank has the external engine's rank of another one, which serves it in a thread."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        world = case.ranks.job.world
+        peer = (case.rank + world // 2) % world
+        self.external_engine = EngineRank(case, case.engine, peer % case.engine.tp)
+        host = "127.0.0.1" if case.options.nodes[0] == 1 else f"10.77.0.{case.rank // case.ranks_per_node + 1}"
+        listener = socket.create_server((host, 0))
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "config.json").write_text(json.dumps(case.hf))
+            config = Config()
+            config = replace(config, model=replace(config.model, path=folder))
+            threading.Thread(target=self.serve, args=(listener, describe_engine(config)), daemon=True).start()
+            addresses = ranks.all_gather_objects(f"{host}:{listener.getsockname()[1]}")
+            self.engines = ExternalEngines(config, 0, 1, 0, lambda payload: [payload])
+            self.engines.set_addresses([addresses[peer]])
+
+    def serve(self, listener: socket.socket, facts: dict[str, Any]) -> None:
+        """Do what `ExternalServer` does for the weights of a rank."""
+        wire = Wire(listener.accept()[0], is_server=True)
+        wire.receive()
+        wire.send({"engine": facts})
+        wire.set_timeout(None)
+        bucket = torch.empty(0, dtype=torch.uint8)
+        try:
+            while True:
+                order = wire.receive()
+                if order["do"] == "begin":
+                    bucket = shared_memory.empty((order["bytes"],), torch.uint8)
+                elif order["do"] == "write":
+                    data = bucket[: order["bytes"]]
+                    wire.receive_data(data)
+                    if hash_data(data) != order["hash"]:
+                        raise RuntimeError("weights do not have the hash of their order")
+                    self.external_engine.write(bucket, order["order"])
+                wire.send({"errors": []})
+        except WireError:
+            return  # the run has ended
+
+    def __call__(self) -> None:
+        engines = self.engines
+        engines.connect()
+
+        def send(buffer: torch.Tensor, order: dict[str, Any], draft: bool) -> None:
+            engines.write(buffer, order, draft)
+            self.engine.write(buffer, order, draft)
+
+        share = lambda buckets: engines.begin(len(buckets[0]))  # noqa: E731
+        self.executor.sync(self.case.local, send, 1, engines.wait, share_buckets=share)
+        engines.finish()
+        engines.commit(1)
+        if problems := [line for line in engines.pop_changes() if "is not used" in line]:
+            raise RuntimeError(problems[0])
+
+    def find_wrong(self) -> list[str]:
+        return super().find_wrong() + self.external_engine.find_wrong()
 
 
 class Gather:
@@ -239,13 +367,13 @@ class Gather:
         self.case = case
         self.targets: dict[str, list[tuple[torch.Tensor, Any]]] = {}
         position = case.rank % case.engine.tp
+        self.engine = EngineRank(case, case.engine, position)
         for param in case.params:
             slot = case.engine.slot_of(param)
             assert slot is not None
             for index in case.engine.expert_indices(position, param, case.experts):
-                target = (
-                    case.engine_tensors[slot.name][index] if slot.grid == "expert" else case.engine_tensors[slot.name]
-                )
+                tensor = self.engine.tensors[slot.name]
+                target = tensor[index] if slot.grid == "expert" else tensor
                 for piece in case.engine.slices_of_rank(position, param):
                     self.targets.setdefault(param.hf[piece.source].name, []).append((target, piece))
 
@@ -257,7 +385,7 @@ class Gather:
                 target.narrow(dim, offset, stop - start).copy_(full.narrow(dim, start, stop - start))
 
     def find_wrong(self) -> list[str]:
-        return self.case.find_wrong()
+        return self.engine.find_wrong()
 
 
 class Megatron:
@@ -319,11 +447,6 @@ class Megatron:
             if param.expert is not None:  # as in Transformer Engine's grouped MLP: the only expert names that it knows
                 parts.pop(parts.index("experts") + 1)
                 parts[-1] += str(param.expert % experts_per_rank)
-            node = root
-            for part in parts[:-1]:
-                if not hasattr(node, part):
-                    node.add_module(part, torch.nn.Module())
-                node = getattr(node, part)
             data = case.shard(param, layout, rank)
             values[".".join(parts)] = data.clone()
             tensor = torch.nn.Parameter(data, requires_grad=False)
@@ -334,7 +457,7 @@ class Megatron:
             tensor.partition_dim = split_with(param, param.sharding, 1, 0).dim  # type: ignore[attr-defined]
             tensor.partition_stride = 1  # type: ignore[attr-defined]
             tensor.allreduce = not expert  # type: ignore[attr-defined]
-            node.register_parameter(parts[-1], tensor)
+            add_parameter(root, ".".join(parts), tensor)
         for local, layer in enumerate(layers):
             getattr(root.decoder.layers, str(local)).layer_number = layer + 1  # type: ignore[union-attr]
         root.pg_collection = groups
@@ -345,42 +468,85 @@ class Megatron:
         self.swap(self.source, self.target, self.service)
 
 
-METHODS: dict[str, type[Reshard] | type[Adapters] | type[Gather] | type[Megatron]] = {
+WAYS: dict[str, Callable[[Case], Way]] = {
     "reshard": Reshard,
-    "gather": Gather,
-    "changes": Changes,
+    "changes": lambda case: Changes(case, case.options.changed),
+    "changes-dense": lambda case: Changes(case, 1.0),
     "merged": Merged,
     "adapters": Adapters,
+    "experts": Experts,
+    "external": External,
+    "gather": Gather,
     "megatron": Megatron,
 }
 
 
-def run_rank(options: argparse.Namespace) -> None:
-    torch.manual_seed(0)
-    case = Case(model(options.hidden), options.nodes, options.changed, options.lora)
-    begin = time.perf_counter()
-    method = METHODS[options.way](case)
-    result: dict[str, Any] = {"prepare_s": time.perf_counter() - begin, "seconds": []}
-    for turn in range(options.repeats + 1):
+class Measured:
+    """A way, and what rank 0 reports of it. Each method is collective."""
+
+    def __init__(self, case: Case, name: str) -> None:
+        self.case, self.way = case, None
+        self.result: dict[str, Any] = {"seconds": [], "cpu_s": []}
+        begin = time.perf_counter()
+        self.way = self.agree(lambda: WAYS[name](case))
+        self.result["prepare_s"] = time.perf_counter() - begin
+
+    def agree(self, work: Callable[[], Any]) -> Any:
+        """Return the result of some work; if it fails on a rank, note that as the problem of this way on all."""
+        result, problem = None, ""
+        try:
+            result = work()
+        except Exception as error:  # the other ways go on
+            problem = f"{type(error).__name__}: {error}".splitlines()[0][:150]
+        problems = [text for text in ranks.all_gather_objects(problem) if text]
+        if problems:
+            self.result["problem"] = problems[0]
+        return result
+
+    def measure(self, is_first: bool) -> None:
+        """Sync once. The first time includes connecting, and planning if that happens on the first call."""
+        if "problem" in self.result or self.way is None:
+            return
+        options, result = self.case.options, self.result
         Path("/proc/self/clear_refs").write_text("5")  # reset the high-water mark of memory
         before_memory, before_bytes = _memory("VmRSS"), _received(options.interface)
         dist.barrier(group=ranks.host_group())
-        begin = time.perf_counter()
-        method()
-        seconds = time.perf_counter() - begin
-        rank_results = ranks.all_gather_objects((seconds, _memory("VmHWM") - before_memory))
+        begin, cpu_begin = time.perf_counter(), time.process_time()
+        self.agree(self.way)
+        seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - cpu_begin
+        reports = ranks.all_gather_objects((seconds, _memory("VmHWM") - before_memory, cpu_seconds))
         wire = ranks.all_gather_objects(_received(options.interface) - before_bytes)
-        if turn == 0:
-            result["first_s"] = max(
-                row[0] for row in rank_results
-            )  # includes connecting, and planning if that happens on the first call
-            continue
-        result["seconds"].append(max(row[0] for row in rank_results))
-        result["peak_mib"] = max(row[1] for row in rank_results) / 2**20
-        result["wire_mib"] = sum(wire[:: case.ranks_per_node]) / 2**20 if options.nodes > 1 else wire[0] / 2**20
-    wrong_names = [name for names in ranks.all_gather_objects(method.find_wrong()) for name in names]
-    result["wrong"] = f"{len(wrong_names)} tensors have wrong values, such as {wrong_names[0]}" if wrong_names else ""
-    result["model_mib"] = sum(param.size for param in case.params) * 4 / 2**20
+        if is_first:
+            result["first_s"] = max(row[0] for row in reports)
+            return
+        result["seconds"].append(max(row[0] for row in reports))
+        result["cpu_s"].append(sum(row[2] for row in reports))
+        result["peak_mib"] = max(row[1] for row in reports) / 2**20
+        nodes = wire[:: self.case.ranks_per_node]  # ranks of a node have the same interface
+        result["wire_mib"] = sum(nodes) / 2**20
+
+    def check(self) -> None:
+        if "problem" in self.result or self.way is None:
+            return
+        wrong = [name for names in ranks.all_gather_objects(self.way.find_wrong()) for name in names]
+        self.result["wrong"] = f"{len(wrong)} tensors have wrong values, such as {wrong[0]}" if wrong else ""
+
+
+def run_rank(options: argparse.Namespace) -> None:
+    torch.manual_seed(0)
+    case = Case(options)
+    bound = compute_bound(case.hf, case.train, case.engine, case.ranks_per_node, "fp32")
+    ways = {name: Measured(case, name) for name in options.ways}
+    for turn in range(options.repeats + 1):
+        for way in ways.values():
+            way.measure(is_first=turn == 0)
+    for way in ways.values():
+        way.check()
+    result = {
+        "model_mib": bound.model_bytes / 2**20,
+        "bound_mib": (bound.cross_bytes if options.nodes[0] == 1 else bound.internode_bytes) / 2**20,
+        "ways": {name: way.result for name, way in ways.items()},
+    }
     print("RESULT " + json.dumps(result), flush=True)
 
 
@@ -398,55 +564,44 @@ def _received(interface: str) -> int:
     raise RuntimeError(f"there is no network interface {interface}")
 
 
-def start(world: int, method: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Run all ranks with one method. Return rank 0's result, or {"problem": text}."""
-    ranks_per_node = world // options.nodes
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    address = "127.0.0.1" if options.nodes == 1 else "10.77.0.1"
+def start(world: int, nodes: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Run all ranks. Return rank 0's result. Raises ConfigError if they fail."""
+    ranks_per_node = world // nodes
+    address = "127.0.0.1" if nodes == 1 else "10.77.0.1"
     processes: list[subprocess.Popen[str]] = []
     output_files = [tempfile.TemporaryFile("w+") for _ in range(world)]
+    shared = {"MASTER_ADDR": address, "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
+    shared |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    shared |= {name: secrets.token_hex(16) for name in (job_secret.SECRET_ENV, job_secret.EXTERNAL_SECRET_ENV)}
     for rank in range(world):
         node = rank // ranks_per_node
-        interface = "lo" if options.nodes == 1 else f"megarl{node}"
-        prefix = [] if options.nodes == 1 else ["ip", "netns", "exec", f"megarl{node}"]
-        environment = dict(os.environ, RANK=str(rank), LOCAL_RANK=str(rank % ranks_per_node), WORLD_SIZE=str(world))
-        environment.update(MASTER_ADDR=address, MASTER_PORT=str(port), OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore")
-        environment.update(GLOO_SOCKET_IFNAME=interface)
-        arguments = [
-            "--way",
-            method,
-            "--repeats",
-            str(options.repeats),
-            "--hidden",
-            str(options.hidden),
-            "--nodes",
-            str(options.nodes),
-            "--changed",
-            str(options.changed),
-            "--lora",
-            str(options.lora),
-        ]
-        command = [*prefix, sys.executable, __file__, "--interface", interface, *arguments]
+        interface = "lo" if nodes == 1 else f"megarl{node}"
+        prefix = [] if nodes == 1 else ["ip", "netns", "exec", f"megarl{node}"]
+        environment = {"RANK": str(rank), "LOCAL_RANK": str(rank % ranks_per_node), "GLOO_SOCKET_IFNAME": interface}
+        arguments = ["--interface", interface, "--nodes", str(nodes), "--ways", *options.ways]
+        for name in ("repeats", "hidden", "changed", "lora", "timeout"):
+            arguments += [f"--{name}", str(getattr(options, name))]
+        command = [*prefix, sys.executable, __file__, *arguments]
+        environment = {**os.environ, **shared, **environment}
         processes.append(
             subprocess.Popen(command, env=environment, stdout=output_files[rank], stderr=subprocess.STDOUT, text=True)
         )
-    deadline = time.monotonic() + 4 * TIMEOUT_S
-    for process in processes:
-        try:
-            process.wait(max(1.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
+    try:
+        while any(process.poll() is None for process in processes) and not any(p.returncode for p in processes):
+            time.sleep(0.1)  # each wait of a rank for another ends after --timeout
+    finally:
+        for process in processes:
             process.kill()
+            process.wait()
     outputs = []
     for file in output_files:
         file.seek(0)
         outputs.append(file.read().strip().splitlines())
     results = [line for line in outputs[0] if line.startswith("RESULT ")]
-    if results:
+    if results and not any(process.returncode for process in processes):
         return dict(json.loads(results[-1].removeprefix("RESULT ")))
-    failed = [lines[-1] for lines, process in zip(outputs, processes, strict=True) if process.returncode and lines]
-    return {"problem": failed[0][:150] if failed else f"not done after {4 * TIMEOUT_S:g} s"}
+    failed = [lines[-1] for lines, process in zip(outputs, processes, strict=True) if process.returncode > 0 and lines]
+    raise ConfigError(f"the ranks failed: {failed[0][:300] if failed else 'without a message'}")
 
 
 def network(gbit: float) -> Callable[[], None]:
@@ -481,35 +636,45 @@ def network(gbit: float) -> Callable[[], None]:
     return remove
 
 
-def show(world: int, results: dict[str, Any], options: argparse.Namespace) -> None:
-    setup = "one machine" if options.nodes == 1 else f"two nodes, {options.gbit:g} Gbit/s between them"
+def show(world: int, nodes: int, result: dict[str, Any], gbit: float) -> None:
+    setup = "one machine" if nodes == 1 else f"two nodes, {gbit:g} Gbit/s between them"
     print(
-        f"\n{world} ranks, {setup}, a model of {results['reshard']['model_mib']:.0f} MiB; wire: "
-        + ("bytes over loopback" if options.nodes == 1 else "bytes between the nodes")
+        f"\n{world} ranks, {setup}, a model of {result['model_mib']:.0f} MiB, at least {result['bound_mib']:.1f} MiB "
+        + ("between ranks; wire: loopback" if nodes == 1 else "between the nodes; wire: between the nodes")
     )
-    print(f"  {'':10}{'seconds':>9}{'ratio':>8}{'wire MiB':>10}{'peak MiB':>10}{'prepare s':>11}{'first s':>9}")
-    reshard = results["reshard"]
-    for name, result in results.items():
-        if "problem" in result:
-            print(f"  {name:10}does not run: {result['problem']}")
+    names = "seconds", "ratio", "cpu s", "wire MiB", "of bound", "peak MiB", "prepare s", "first s"
+    print(" " * 16 + "".join(f"{name:>10}" for name in names))
+    base = 0.0
+    for name, way in result["ways"].items():
+        if "problem" in way:
+            print(f"  {name:14}does not run: {way['problem']}")
             continue
-        seconds, base = statistics.median(result["seconds"]), statistics.median(reshard["seconds"])
-        columns = f"{seconds:9.3f}{seconds / base:8.2f}{result['wire_mib']:10.1f}{result['peak_mib']:10.1f}"
-        print(f"  {name:10}{columns}{result['prepare_s']:11.3f}{result['first_s']:9.3f}  {result['wrong']}")
+        seconds = statistics.median(way["seconds"])
+        base = base or seconds
+        share = f"{way['wire_mib'] / result['bound_mib']:.3f}" if result["bound_mib"] else "-"  # nothing has to move
+        columns = f"{seconds:10.3f}{seconds / base:10.2f}{statistics.median(way['cpu_s']):10.3f}{way['wire_mib']:10.1f}"
+        columns += f"{share:>10}{way['peak_mib']:10.1f}{way['prepare_s']:10.3f}{way['first_s']:10.3f}"
+        print(f"  {name:14}{columns}  {way['wrong']}", flush=True)
 
 
 def parse() -> argparse.Namespace:
     parser = Parser(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8], choices=sorted(LAYOUTS))
-    parser.add_argument("--nodes", type=int, default=1, choices=(1, 2))
+    parser.add_argument("--nodes", type=int, nargs="+", default=[1], choices=(1, 2))
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
     parser.add_argument("--gbit", type=float_in_range(most=1000), default=1.0)
     parser.add_argument("--repeats", type=int_in_range(most=10**6), default=5)
     parser.add_argument("--hidden", type=int_in_range(64, 1 << 14), default=512, help="a multiple of 64")
     parser.add_argument("--changed", type=float_in_range(most=1), default=0.02)
     parser.add_argument("--lora", type=int_in_range(1, 1 << 10), default=16)
+    parser.add_argument(
+        "--timeout",
+        type=float_in_range(most=86400),
+        default=600.0,
+        help="seconds that a rank waits for another, while all of them start or in a sync",
+    )
     parser.add_argument("--json", type=Path)
-    for hidden in ("--interface", "--way"):  # arguments of a rank, which this program starts
-        parser.add_argument(hidden, help=argparse.SUPPRESS)
+    parser.add_argument("--interface", help=argparse.SUPPRESS)  # of a rank, which this program starts
     return parser.parse_args()
 
 
@@ -523,15 +688,14 @@ def main() -> int:
             f"--hidden must be a multiple of 64, not {options.hidden}: eight heads of a multiple of 8 each"
         )
     check_writable_file(options.json, "--json")
-    remove = None
+    remove = network(options.gbit) if 2 in options.nodes else None
     try:
-        remove = network(options.gbit) if options.nodes == 2 else None
-        results = {}
+        results = []
         for world in options.ranks:
-            results[world] = {method: start(world, method, options) for method in METHODS}
-            if problem := results[world]["reshard"].get("problem"):
-                raise ConfigError(f"the ranks failed: {problem}")
-            show(world, results[world], options)
+            for nodes in options.nodes:
+                result = start(world, nodes, options)
+                results.append({"ranks": world, "nodes": nodes, **result})
+                show(world, nodes, result, options.gbit)
         if options.json:
             options.json.write_text(json.dumps(results, indent=1))
     finally:

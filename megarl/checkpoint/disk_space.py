@@ -82,7 +82,7 @@ def partial_rollout_bytes(hf: HFConfig, config: Config) -> int:
     if rollout.replay or not groups:
         return 0
     token_bytes = TOKEN_BYTES + TEXT_BYTES
-    if config.train.routing_replay:
+    if config.records_routing:
         shape = routing_shape(hf, config.model.megatron)
         token_bytes += len(shape.moe_layers) * shape.topk * shape.dtype.itemsize
     if (indices := index_shape(hf, config)) is not None:

@@ -192,6 +192,12 @@ class Config:
     """Expected metrics, `{eval/reward_greedy: {min: 0.9}}`, also with `max` and `step`: tools/check_recipes.py runs
     the configuration and compares. The run itself ignores them."""
 
+    @property
+    def records_routing(self) -> bool:
+        """Whether the engines record each token's experts: to replay them, or to count them."""
+        counts = self.rollout.rebalance_experts_every > 0 and not self.rollout.replay
+        return self.train.routing_replay or counts
+
 
 def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Config:
     """Read a YAML file and apply `section.key=value` overrides, whose values are YAML too.

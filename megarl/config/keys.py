@@ -436,8 +436,8 @@ class RolloutConfig:
     rebalance_experts_every: Annotated[int, Range(0, 1_000_000)] = 0
     """Every N-th step, the weight sync places an engine's experts on its expert parallel ranks so that the tokens that
     they got since the last time are balanced (EPLB), if that lowers the imbalance by 2 % of the mean; 0 leaves them in
-    place. The tokens are counted in the records of `train.routing_replay`. A sync that moves experts is verified in
-    full."""
+    place. The engines record each token's experts for that, as with `train.routing_replay`, without which the records
+    are dropped once they are counted. A sync that moves experts is verified in full."""
     sync_adapters_only: bool = False
     """With `lora.rank`: weight syncs send the adapters alone, and each engine rank merges them into the weights that it
     has loaded from `model.path`, with the bits that a sync of all weights would give. The engines keep a copy of the

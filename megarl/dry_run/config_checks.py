@@ -104,7 +104,7 @@ def check_training_layout(hf: HFConfig, config: Config) -> None:
     settings = {**settings, **config.model.megatron}
     for name, tp, etp in (("tp", parallel.tp, 1), ("etp", 1, parallel.etp)):
         try:
-            family.params(hf, tp, etp)
+            family.params(hf, tp, etp, max_experts=1)  # all of a layer divide alike
         except IndivisibleError as error:
             raise ConfigError(f"parallel.{name}={getattr(parallel, name)}: {error.reason}") from None
     experts = settings.get("num_moe_experts")
@@ -124,7 +124,8 @@ def check_training_layout(hf: HFConfig, config: Config) -> None:
         raise ConfigError(f"{lora.rank=} is beyond the model's hidden_size={hidden}; no matrix has more ranks")
     if lora.rank:
         mtp = bool(num_trained_mtp(hf, config))
-        adapter_params(family.params(hf, parallel.tp, parallel.etp, mtp=mtp), lora)  # raises for a missing target
+        table = family.params(hf, parallel.tp, parallel.etp, mtp=mtp, max_experts=1)
+        adapter_params(table, lora)  # raises for a missing target
 
 
 def _check_delta_nets(settings: Mapping[str, Any], config: Config) -> None:
@@ -253,7 +254,7 @@ def check_engine(hf: HFConfig, config: Config) -> None:
 
 
 def _adapts_experts(hf: HFConfig, config: Config) -> bool:
-    table = family_of(hf).params(hf, 1, mtp=bool(num_trained_mtp(hf, config)))
+    table = family_of(hf).params(hf, 1, mtp=bool(num_trained_mtp(hf, config)), max_experts=1)
     return any(param.expert is not None for param in adapter_params(table, config.lora))
 
 

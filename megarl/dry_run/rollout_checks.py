@@ -87,7 +87,7 @@ def check_oversampling(config: Config, declared: Requirements, warnings: list[st
 
 
 def check_expert_balance(config: Config, declared: Requirements) -> None:
-    """Check that `rollout.rebalance_experts_every` has a load to measure, and weight syncs that move experts."""
+    """Check that `rollout.rebalance_experts_every` has weight syncs that move experts."""
     for role, rollout in rollout_settings(config, declared.roles).items():
         if not rollout.rebalance_experts_every or rollout.replay:
             continue
@@ -98,10 +98,6 @@ def check_expert_balance(config: Config, declared: Requirements) -> None:
             raise ConfigError(
                 f"{key} with rollout.sync_adapters_only: a moved expert needs all of its weights on another rank, "
                 "which such a sync does not send; set one of them"
-            )
-        if not config.train.routing_replay:
-            raise ConfigError(
-                f"{key} without train.routing_replay, whose records tell the load of the experts; set that to true"
             )
 
 

@@ -494,7 +494,7 @@ def _describe_weight_sync(hf: HFConfig, config: Config, ranks_per_node: int) -> 
 def _describe_host_memory(hf: HFConfig, config: Config, declared: Requirements, experts: bool) -> list[tuple[str, str]]:
     """Estimate the host memory of a step's values per machine and rank, by part, for responses of maximum length."""
     sequences, longest = checks.sequences_per_step(config, declared), config.rollout.max_context
-    routing = routing_shape(hf, config.model.megatron) if config.train.routing_replay and experts else None
+    routing = routing_shape(hf, config.model.megatron) if config.records_routing and experts else None
     parts = step_bytes(config, declared, BatchSize(sequences * longest, sequences, longest), routing)
     ranks_per_node = min(config.parallel.world_size, config.parallel.ranks_per_node)
     share = ranks_per_node / config.parallel.world_size

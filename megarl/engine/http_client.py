@@ -368,7 +368,9 @@ def decode_routing(text: str | None, tokens: int, shape: RoutingShape) -> torch.
     computed them. Raises RequestFailed if the record is missing or belongs to another size or model.
     """
     if text is None:
-        raise RequestFailed("the engine did not record routing; set train.routing_replay=false")
+        raise RequestFailed(
+            "the engine did not record routing; set train.routing_replay=false and rollout.rebalance_experts_every=0"
+        )
     values = np.frombuffer(pybase64.b64decode(text, validate=True), dtype=np.int32)  # 100 times as fast as without
     if values.size != tokens * shape.num_layers * shape.topk:
         raise RequestFailed(

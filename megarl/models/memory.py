@@ -344,8 +344,9 @@ def _trained_stages(hf: HFConfig, job_config: Config, role: str, tokens: int) ->
     replays, indices = (is_actor and key for key in (config.train.routing_replay, config.train.sparse_index_replay))
     stages = []
     indexer, frozen_tower = is_actor and config.train.indexer_loss_coef > 0, config.model.freeze_vision_tower
-    model = hf, parallel, layers, not is_actor, config.lora, bool(mtp), indexer, frozen_tower
-    by_stage, matrices = stage_elements(*model), stage_matrices(*model) if is_muon else [((), ())] * len(layers)
+    variant = ModelVariant(not is_actor, config.lora, bool(mtp), indexer, frozen_tower)
+    by_stage = stage_elements(hf, parallel, layers, variant)
+    matrices = stage_matrices(hf, parallel, layers, variant) if is_muon else [((), ())] * len(layers)
     for stage, elements in enumerate(by_stage):
         packed = [pack(each, ranks) for each, ranks in zip(matrices[stage], (dp, expert_dp), strict=True)]
         whole = state_bytes(elements, dp, expert_dp, size, fraction, *packed)
@@ -369,7 +370,7 @@ def inference_stages(
     parallel, tokens, size = config.parallel, _tokens(config, requirements), DTYPE_BYTES[dtype]
     settings, layers = _settings_and_layers(hf, config)
     stages = []
-    for stage_layer_ids, elements in zip(layers, stage_elements(hf, parallel, layers, head), strict=True):
+    for stage_layer_ids, elements in zip(layers, stage_elements(hf, parallel, layers, ModelVariant(head)), strict=True):
         widest = max((layer_elements(settings, layer, parallel.etp) for layer in stage_layer_ids), default=0)
         weights = size * (sum(elements) - elements.biases) + 4 * elements.biases
         stages.append(InferenceStage(stage_layer_ids, weights, size * widest * tokens // parallel.tp))
@@ -429,28 +430,36 @@ def critic_params(policy: Sequence[Param], hidden: int) -> list[Param]:
     return [*(param for param in policy if param.megatron != head.megatron), head]
 
 
-def stage_elements(
-    hf: HFConfig,
-    parallel: ParallelConfig,
-    stages: Sequence[Sequence[int]],
-    head: bool = False,
-    lora: LoraConfig | None = None,
-    mtp: bool = False,
-    indexer: bool = False,
-    freezes_tower: bool = False,
-) -> list[ElementCounts]:
-    """Return the element counts on one rank of each pipeline stage.
+@dataclass(frozen=True)
+class ModelVariant:
+    """Which parameters of a model's table a role has, and which of them are trained.
 
-    Raises ConfigError if tp or etp does not divide the model, or a LoRA target does not exist.
-
-    stages: the decoder layers of each stage.
-    head: whether a value head replaces the output layer.
+    head: a value head replaces the output layer.
     mtp: include the multi-token prediction layers.
     indexer: the indexers of sparse attention are trained.
-    freezes_tower: whether a vision tower is not trained.
+    freezes_tower: a vision tower is not trained.
     """
-    sizes = parallel.tp, parallel.etp, parallel.ep
-    by_layer = _count_elements(_to_json(hf), *sizes, head, lora or LoraConfig(), mtp, indexer, freezes_tower)
+
+    head: bool = False
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    mtp: bool = False
+    indexer: bool = False
+    freezes_tower: bool = False
+
+
+POLICY = ModelVariant()
+"""The model itself, all of it trained except for indexers."""
+
+
+def stage_elements(
+    hf: HFConfig, parallel: ParallelConfig, stages: Sequence[Sequence[int]], variant: ModelVariant = POLICY
+) -> list[ElementCounts]:
+    """Return the element counts on one rank of each pipeline stage. stages: the decoder layers of each.
+
+    Raises ConfigError if tp or etp does not divide the model, or a LoRA target does not exist.
+    """
+    rows = _list_rows(_to_json(hf), parallel.tp, parallel.etp, parallel.ep, variant)
+    by_layer = {part: _count_elements(rows_of_part) for part, rows_of_part in rows.items()}
     return [_sum(by_layer.get(name, ElementCounts()) for name in stage) for stage in _parts_of_stages(stages)]
 
 
@@ -465,21 +474,13 @@ def _parts_of_stages(stages: Sequence[Sequence[int]]) -> list[list[int | str]]:
 
 
 def stage_matrices(
-    hf: HFConfig,
-    parallel: ParallelConfig,
-    stages: Sequence[Sequence[int]],
-    head: bool = False,
-    lora: LoraConfig | None = None,
-    mtp: bool = False,
-    indexer: bool = False,
-    freezes_tower: bool = False,
+    hf: HFConfig, parallel: ParallelConfig, stages: Sequence[Sequence[int]], variant: ModelVariant = POLICY
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Return the elements of each matrix that Muon updates on one rank of each stage: dense ones, and experts'.
 
     Arguments are those of `stage_elements`.
     """
-    sizes = parallel.tp, parallel.etp, parallel.ep
-    rows = _list_rows(_to_json(hf), *sizes, head, lora or LoraConfig(), mtp, indexer, freezes_tower)
+    rows = _list_rows(_to_json(hf), parallel.tp, parallel.etp, parallel.ep, variant)
     matrices = [(part, row) for part, rows_of_part in rows.items() for row in rows_of_part if row.is_matrix]
 
     def sizes_of(names: Collection[int | str], field: str) -> tuple[int, ...]:
@@ -520,49 +521,43 @@ class _Row(NamedTuple):
     is_matrix: bool  # that Muon updates
 
 
-def _count_elements(*arguments: Any) -> dict[int | str, ElementCounts]:
-    """Return the element counts of the rows of `_list_rows`."""
-    return {
-        part: _sum(ElementCounts(**{row.field: row.size * row.copies}) for row in rows)
-        for part, rows in _list_rows(*arguments).items()
-    }
+def _count_elements(rows: Iterable[_Row]) -> ElementCounts:
+    return _sum(ElementCounts(**{row.field: row.size * row.copies}) for row in rows)
 
 
 @cache
-def _list_rows(
-    text: str, tp: int, etp: int, ep: int, head: bool, lora: LoraConfig, mtp: bool, indexer: bool, freezes_tower: bool
-) -> dict[int | str, list[_Row]]:
+def _list_rows(text: str, tp: int, etp: int, ep: int, variant: ModelVariant) -> dict[int | str, list[_Row]]:
     """Return a rank's parameters of each layer, of the embedding, of the final layers, and of the embedding's copy.
 
     The last stage holds that copy if the embedding is tied or used by multi-token prediction.
     """
     hf = json.loads(text)
-    params, experts = [param for param, _ in _unique_params(text, mtp)], family_of(hf).num_experts(hf)
-    if head:
+    params, experts = [param for param, _ in _unique_params(text, variant.mtp)], family_of(hf).num_experts(hf)
+    if variant.head:
         params = critic_params(params, int(hf["hidden_size"]))
     is_tied = all(param.megatron != "output_layer.weight" for param in params)
-    if lora.rank:
-        params = params + adapter_params(params, lora)
+    if variant.lora.rank:
+        params = params + adapter_params(params, variant.lora)
     rows: dict[int | str, list[_Row]] = {}
     for param in params:
         shape = local_shape(param, tp if param.expert is None else etp, 0)
         field, size, count = "dense", prod(shape), 1
         if param.expert is not None:
             field, count = "expert", experts // ep
-        if param.is_buffer or (is_indexer(param) and not indexer and param.dtype is not None):
+        if param.is_buffer or (is_indexer(param) and not variant.indexer and param.dtype is not None):
             field = "biases"
-        elif is_indexer(param) and not indexer:
+        elif is_indexer(param) and not variant.indexer:
             field = "frozen"
-        elif freezes_tower and param.megatron.startswith(TOWER):
+        elif variant.freezes_tower and param.megatron.startswith(TOWER):
             field = "frozen"
-        elif lora.rank and param.slot is not None:  # adapters and a value head have no engine slot
+        elif variant.lora.rank and param.slot is not None:  # adapters and a value head have no engine slot
             field = "frozen"
         layer = layer_of(param.megatron)
         end = next((part for part in BEFORE_DECODER if param.megatron.startswith(part)), "final")
         part = end if layer is None else layer
         is_matrix = len(shape) == 2 and not any(name in param.megatron for name in ("embed", "output_layer."))
         rows.setdefault(part, []).append(_Row(field, size, count, is_matrix and field in ("dense", "expert")))
-    if is_tied or mtp:
+    if is_tied or variant.mtp:
         rows["embedding copy"] = rows["embedding."]
     return rows
 

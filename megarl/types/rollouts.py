@@ -360,6 +360,11 @@ class Rollouts:
         """Return a copy with each local rollout replaced by that of `rollouts`. Collective."""
         return Rollouts.gather(rollouts, self.local_indices, self.comm, self.version, self.episode)
 
+    def without_routing(self) -> Rollouts:
+        """Return a copy without the records of routing."""
+        local = tuple(replace(rollout, routing=None) for rollout in self.local)
+        return replace(self, local=local, routed_tokens=torch.zeros_like(self.routed_tokens))
+
     def with_groups(self, numbers: Mapping[int, int]) -> Rollouts:
         """Return a copy whose groups have new numbers, by old ones."""
         return replace(

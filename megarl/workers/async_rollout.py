@@ -35,7 +35,7 @@ class PendingGeneration:
 
     future: this rank's; None on ranks that lead no engine. start_version: version of the weights at the start.
     current_version: returns that of the engines. wait_phase: context that is active while ranks wait for the
-    result.
+    result. keeps_routing: whether the rollouts keep their records of routing.
     """
 
     def __init__(
@@ -47,8 +47,10 @@ class PendingGeneration:
         start_version: int,
         current_version: Callable[[], int],
         wait_phase: Callable[[], AbstractContextManager[None]],
+        keeps_routing: bool = True,
     ) -> None:
         self._future, self._queue, self._comm, self._wait_phase = future, queue, comm, wait_phase
+        self._keeps_routing = keeps_routing
         self.start_version, self._current_version = start_version, current_version
 
     def is_done(self) -> bool:
@@ -75,9 +77,10 @@ class PendingGeneration:
             self._comm.all_gather_objects(0 if self._future is None else self._queue.count_unclaimed())
         ):
             raise ConfigError(f"an engine was lost, and with it the answers to {num_missing} prompts")
-        return Rollouts.gather(
+        rollouts = Rollouts.gather(
             local_rollouts, [rollout.group for rollout in local_rollouts], self._comm, self._current_version()
         )
+        return rollouts if self._keeps_routing else rollouts.without_routing()
 
 
 def newest_version(rollouts: Rollouts) -> int:

@@ -72,8 +72,8 @@ class RolloutWorker(Worker):
             self._expert_balance = ExpertBalance(context.hf_config, self.config, row_exchange.WorldComm(), policy)
         lead_engine, num_engines = self.engines.lead_engine, len(self.engines.engine_ranks)
         if lead_engine is not None and self.engines.engine_restart is not None:
-            replays = self.config.train.routing_replay
-            routing = routing_shape(context.hf_config, self.config.model.megatron) if replays else None
+            records = self.config.records_routing
+            routing = routing_shape(context.hf_config, self.config.model.megatron) if records else None
             self._runner = RolloutRunner(
                 lead_engine,
                 context.chat,
@@ -184,9 +184,11 @@ class RolloutWorker(Worker):
             self._tool_monitor.update(self.step)
             if self.engines.external_addresses:
                 self._count_external()
-            self.generations.append(GenerateCall(rollouts, greedy))
             if self._expert_balance is not None and not held_out:
                 self._expert_balance.count(rollouts.local)
+            if not config.train.routing_replay:
+                rollouts = rollouts.without_routing()
+            self.generations.append(GenerateCall(rollouts, greedy))
             check_abort_limit(rollouts, config)
             return rollouts
 
@@ -238,6 +240,7 @@ class RolloutWorker(Worker):
             start_version=self.version,
             current_version=lambda: self.version,
             wait_phase=self._wait_phase,
+            keeps_routing=self.config.train.routing_replay,
         )
 
     @contextmanager

@@ -467,6 +467,8 @@ BENCHES = [
             "--gbit": ("0", "-1", "nan"),
             "--repeats": ("0", "-1"),
             "--hidden": ("0", "-64", "100", "9" * 12),
+            "--timeout": ("0", "nan"),
+            "--ways": ("push",),
         }.items()
         for value in values
     ),

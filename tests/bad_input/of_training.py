@@ -253,11 +253,6 @@ CASES = [
         (*SFT, "train.routing_replay=true"),
     ),
     Case(
-        "experts placed without a record of their load",
-        ("rollout.rebalance_experts_every=1", "set that to true"),
-        ("rollout.rebalance_experts_every=1",),
-    ),
-    Case(
         "experts placed by syncs of adapters",
         ("rollout.rebalance_experts_every=1 with rollout.sync_adapters_only", "set one of them"),
         ("rollout.rebalance_experts_every=1", "rollout.sync_adapters_only=true", "lora.rank=4"),

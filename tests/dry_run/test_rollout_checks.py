@@ -17,6 +17,7 @@ from megarl.controllers.controller import load_requirements
 from megarl.dry_run.rollout_checks import (
     check_asynchronous,
     check_enough_prompts,
+    check_expert_balance,
     check_external,
     check_external_weights_dir,
     check_oversampling,
@@ -165,6 +166,15 @@ def test_the_folder_for_weights_of_external_engines_can_be_written(tmp_path: Pat
         config = make_config(external_weights_dir=str(folder))
         with pytest.raises(ConfigError, match=message) if message else nullcontext():
             check_external_weights_dir(config, load_requirements(config))
+
+
+def test_engines_record_routing_to_replay_it_or_to_count_it() -> None:
+    assert not make_config().records_routing
+    assert make_config(rebalance_experts_every=1).records_routing
+    assert not make_config(rebalance_experts_every=1, replay="/run").records_routing  # there are no engines
+    assert from_dict({"train": {"routing_replay": True}}).records_routing
+    config = make_config(rebalance_experts_every=1)
+    check_expert_balance(config, load_requirements(config))
 
 
 def test_an_external_engine_has_one_policy() -> None:

@@ -19,6 +19,7 @@ from megarl.models.activation_memory import (
 )
 from megarl.models.memory import (
     ElementCounts,
+    ModelVariant,
     StageMemory,
     classifier_stages,
     engine_bytes,
@@ -60,7 +61,7 @@ def stage_counts(hf: dict[str, Any], head: bool = False, **sizes: int) -> list[E
     """Return the element counts of each stage, with layers split evenly."""
     parallel = ParallelConfig(**sizes)
     stages = stage_layers(hf["num_hidden_layers"], parallel.pp, {}, parallel.vpp)
-    return stage_elements(hf, parallel, stages, head)
+    return stage_elements(hf, parallel, stages, ModelVariant(head))
 
 
 @pytest.mark.parametrize(
@@ -138,7 +139,7 @@ def test_mtp_layers_and_embedding_copy_are_on_the_last_stage() -> None:
     assert sum(param.size * count for param, count in unique_params(hf, mtp=True)) == total
     assert round((total + 2 * vocabulary) / 1e9, 1) == 684.5
     parallel, stages = ParallelConfig(world_size=2, pp=2), [range(31), range(31, 61)]
-    plain, drafting = (stage_elements(hf, parallel, stages, mtp=mtp) for mtp in (False, True))
+    plain, drafting = (stage_elements(hf, parallel, stages, ModelVariant(mtp=mtp)) for mtp in (False, True))
     assert drafting[0] == plain[0]
     layer = total - 671_026_419_200
     assert sum(drafting[1]) - sum(plain[1]) == layer + vocabulary

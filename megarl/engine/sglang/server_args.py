@@ -39,7 +39,7 @@ _MANAGED_FIELDS = {
     "tokenizer_path": "model.path",
     "use_ray": "nothing: torchrun or Slurm starts all processes",
     "preferred_sampling_params": "rollout.temperature, rollout.top_p, rollout.top_k and rollout.min_p",
-    "enable_return_routed_experts": "train.routing_replay",
+    "enable_return_routed_experts": "train.routing_replay and rollout.rebalance_experts_every",
     "enable_return_indexer_topk": "train.sparse_index_replay",
 }
 _MANAGED_FIELDS |= dict.fromkeys(

@@ -59,7 +59,7 @@ class SGLangBackend:
                     f"rollout.sglang.enable_weights_cpu_backup=false with rollout.{key}: an engine that sleeps would "
                     "lose the weights that are not sent; remove one of them"
                 )
-        records = {"routing": config.train.routing_replay, "indices": index_shape(hf, config) is not None}
+        records = {"routing": config.records_routing, "indices": index_shape(hf, config) is not None}
         for what in (name for name, is_recorded in records.items() if is_recorded):
             if (sglang.get("chunked_prefill_size") or 1) < 1:
                 raise ConfigError(

@@ -115,7 +115,7 @@ class SGLangEngine(HTTPEngine):
             "skip_server_warmup": True,
             "incremental_streaming_output": True,
             "log_level": "warning",
-            "enable_return_routed_experts": self.config.train.routing_replay,
+            "enable_return_routed_experts": self.config.records_routing,
             "enable_return_indexer_topk": self.config.train.sparse_index_replay,
             **({"dist_init_addr": self.dist_init_addr} if self.dist_init_addr else {}),
             **({"enable_weights_cpu_backup": True} if self.keeps_weights and self._platform.HAS_MEMORY_SAVER else {}),
