@@ -142,6 +142,9 @@ else
     with=(-c launch/constraints-cuda.txt)
     install "torch, SGLang and what they need" 240 setuptools wheel ninja "${with[@]}" -r .venv/requirements.txt || failed
     install "Megatron-Core" 2 --no-deps --ignore-requires-python "$(only megatron-core)" "$(only emerging-optimizers)" || failed
+    # The build needs the headers of cuDNN and NCCL, which come with torch.
+    site=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    export CPATH=$site/nvidia/cudnn/include:$site/nvidia/nccl/include${CPATH:+:$CPATH}
     install "Transformer Engine (built here, which takes a while)" 1 --no-build-isolation "${with[@]}" "$(only transformer-engine)" || failed
     if [ "$apex" = 1 ]; then # NEVER RUN BY US
         source=git+https://github.com/NVIDIA/apex@6424da3b4faa6c8f062da4a48c424fff3f02d42d

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import nccl_order
+import pytest
 import torch
 from rank_jobs import shared_jobs
 from safetensors.torch import load_file
@@ -72,9 +73,13 @@ def train(folder: Path, run_dir: Path, *overrides: str, host: str = "", record: 
     """
     _, _, _, config, *settings = build_command(folder, run_dir, *overrides)
     world = load_config(config, settings).parallel.world_size
-    _, records = shared_jobs().run(
-        world, "tests/train_rank.py", config, *settings, timeout=500, record=record, variables=with_host(host)
-    )
+    try:
+        _, records = shared_jobs().run(
+            world, "tests/train_rank.py", config, *settings, timeout=500, record=record, variables=with_host(host)
+        )
+    except pytest.fail.Exception as failure:  # the log of a rank that hung has its stacks
+        logs = [f"--- {path}\n{path.read_text()[-8000:]}" for path in sorted((run_dir / "logs").glob("rank_*.log"))]
+        pytest.fail("\n".join([str(failure), *logs]), pytrace=False)
     if record:
         target = run_dir.parent / f"{run_dir.name}_communication"
         target.mkdir()

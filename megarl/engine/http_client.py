@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +19,7 @@ from megarl.engine.engine_protocol import NOT_RECORDED, Generation, RecordedPref
 from megarl.models.routing import RoutingShape
 from megarl.models.sparse_indices import IndexShape, positions
 from megarl.types import Ids, Image, SamplingMask, as_token_ids
+from megarl.utils.garbage_collection import pause_gc
 
 _MAX_ATTEMPTS = 3
 _RETRY_DELAY_S = 0.5
@@ -124,7 +123,9 @@ class HTTPClient:
             raise RequestFailed(f"the engine refused to generate: {str(answer)[:300]}")
         try:
             self._check_version(answer["meta_info"], request_version)
-            with _pause_gc():
+            # A response's thousands of short-lived lists would trigger collections over everything that torch keeps
+            # alive, which take longer than the parsing itself.
+            with pause_gc():
                 generation = self._parse_generation(answer, len(ids), record_start, is_truncated)
             # After a weight sync in flight even the first token may be by newer weights than its keys and values.
             return generation if request_version is None else replace(generation, weight_version=request_version)
@@ -283,7 +284,7 @@ class HTTPClient:
         async with self._session.post(self._url + path, data=data, headers=_JSON) as answer:
             if answer.content_type == "application/json":
                 content = await answer.read()
-                with _pause_gc():
+                with pause_gc():
                     return answer.status, orjson.loads(content)
             if on_tokens is not None and answer.status == 200:
                 return 200, await _merge_stream(answer, on_tokens)
@@ -349,19 +350,6 @@ async def _merge_stream(answer: aiohttp.ClientResponse, on_tokens: TokenCallback
                 raise RequestFailed(f"the engine's response is invalid: {error!r}") from None
     merged["meta_info"] |= lists
     return merged
-
-
-@contextmanager
-def _pause_gc() -> Iterator[None]:
-    """Disable garbage collection while parsing: a response's thousands of short-lived lists would trigger collections
-    over everything that torch keeps alive, which take longer than the parsing itself."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _parse_weight_versions(spans: Sequence[dict[str, Any]], num_tokens: int) -> tuple[tuple[int, int], ...]:

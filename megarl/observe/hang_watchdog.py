@@ -28,6 +28,7 @@ from megarl.observe.clock import Clock
 from megarl.parallel import ranks, rendezvous
 from megarl.parallel.job_secret import ForgedError, seal, unseal
 from megarl.processes import node
+from megarl.utils.garbage_collection import pause_gc
 
 _WAIT_FILES = (
     "/torch/distributed/",
@@ -50,7 +51,10 @@ class StackState(NamedTuple):
 
 def read_stack_state(thread: int) -> StackState:
     """Inspect the stack of the thread with this ident."""
-    frame = sys._current_frames().get(thread)
+    # CPython 3.11 before 3.11.9 deadlocks if a collection that starts in this call waits for another thread
+    # (github.com/python/cpython/issues/106883).
+    with pause_gc():
+        frame = sys._current_frames().get(thread)
     if frame is None:
         return StackState(False, "nowhere")
     waits = any(part in frame.f_code.co_filename for part in _WAIT_FILES)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -90,3 +92,41 @@ def test_clock_tracks_progress_of_the_main_thread() -> None:
             other_thread.join()
             assert clock.position == last
     assert position[:2] == ("update", "actor") and clock.position[:2] == ("", "")
+
+
+def test_collects_no_garbage_while_reading_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.11.7 holds a lock of all threads during `sys._current_frames`; a finalizer that needs it would hang."""
+    collections: list[str] = []
+    is_inside, current_frames = False, sys._current_frames
+
+    def read_frames() -> dict[int, Any]:
+        nonlocal is_inside
+        is_inside = True
+        kept = [current_frames() for _ in range(100)]
+        is_inside = False
+        return kept[0]
+
+    def on_collection(phase: str, info: dict[str, int]) -> None:
+        if is_inside:
+            collections.append(phase)
+
+    monkeypatch.setattr(sys, "_current_frames", read_frames)
+    may_end = threading.Event()
+    threads = [threading.Thread(target=may_end.wait, args=(60,)) for _ in range(20)]
+    thresholds = gc.get_threshold()
+    for thread in threads:
+        thread.start()
+    gc.callbacks.append(on_collection)
+    gc.set_threshold(1)
+    try:
+        read_frames()
+        assert collections
+        collections.clear()
+        read_stack_state(threading.get_ident())
+        assert not collections
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(on_collection)
+        may_end.set()
+        for thread in threads:
+            thread.join()
