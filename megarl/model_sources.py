@@ -123,7 +123,8 @@ def _read_settings(file: Path) -> dict[str, Any]:
     sections = {name: dict(tree[name]) for name in POLICY_SECTIONS if isinstance(tree.get(name), dict)}
     sections["model"] = {name: value for name, value in sections.get("model", {}).items() if name == "dtype"}
     training_only = "asynchronous", "oversample", "max_staleness", "replay", "samples_per_prompt", "on_weight_sync"
-    synced = "sync_adapters_only", "num_redundant_experts", "rebalance_experts_every"  # no weight syncs, none of these
+    # No weight syncs, none of these.
+    synced = "sync_adapters_only", "max_loras", "num_redundant_experts", "rebalance_experts_every"
     for name in (*training_only, *synced, "external", "external_weights_dir"):
         sections.get("rollout", {}).pop(name, None)
     data = {name: value for name, value in (tree.get("data") or {}).items() if name in ("prompt_key", "label_key")}

@@ -442,6 +442,11 @@ class RolloutConfig:
     """With `lora.rank`: weight syncs send the adapters alone, and each engine rank merges them into the weights that it
     has loaded from `model.path`, with the bits that a sync of all weights would give. The engines keep a copy of the
     weights that have adapters in host memory, and if they sleep, one of all weights."""
+    max_loras: Annotated[int, Range(0, 64)] = 0
+    """With `lora.rank`: adapters that an engine serves at once, one for each policy (vLLM's name). The policies of a
+    controller with several then share the engines of the first, which hold the weights of `model.path` once; weight
+    syncs send the adapters alone, and requests name theirs. 0: each policy has engines of its own, with its adapters
+    merged. With `rollout.engine=vllm` and dense models."""
     replay: PathStr = ""
     """Run folder whose recorded rollouts are used instead of generating: for training without engines, debugging and
     exact repeats. Each generation of a step gets the rollouts of the same generation of the recorded step, however they

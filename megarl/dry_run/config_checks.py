@@ -229,6 +229,8 @@ def check_engine(hf: HFConfig, config: Config) -> None:
         raise ConfigError(
             "rollout.sync_adapters_only: lora.rank=0 trains no adapters; set lora.rank, or remove the key"
         )
+    if rollout.max_loras and not config.lora.rank:
+        raise ConfigError("rollout.max_loras: lora.rank=0 trains no adapters; set lora.rank, or remove the key")
     engine_backend(config).check(hf, config)
     check_drafts(hf, config)
     heads = int(settings["num_attention_heads"])

@@ -13,7 +13,7 @@ from megarl.engine.external_wire import parse_address
 from megarl.models.memory import VLLM_BLOCK_TOKENS
 from megarl.parallel import job_secret
 from megarl.parallel.placement import engine_ranks, has_model, placement_of, split_role
-from megarl.parallel.policy_configs import engine_key, policy_config
+from megarl.parallel.policy_configs import SHARED_ENGINE_KEYS, engine_key, has_other_model, policy_config
 from megarl.parallel.rendezvous import PUBLIC_NETWORK_ENV
 from megarl.types.requirements import Requirements
 from megarl.utils.addresses import is_public_literal
@@ -107,6 +107,42 @@ def check_external_weights_dir(config: Config, declared: Requirements) -> None:
         if rollout.external_weights_dir and not rollout.replay:
             key = engine_key(config, role, "external_weights_dir")
             check_writable_folder(Path(rollout.external_weights_dir), key)
+
+
+def check_served_adapters(config: Config, declared: Requirements) -> None:
+    """Check that the engines of the first policy can serve the adapters of all. Raises ConfigError."""
+    rollout, key = config.rollout, f"rollout.max_loras={config.rollout.max_loras}"
+    if not rollout.max_loras or rollout.replay or not config.lora.rank:
+        return
+    actors = [role for role in declared.trained_roles if split_role(role)[0] == "actor"]
+    if not actors:
+        raise ConfigError(f"{key} with algorithm={declared.name}: nothing trains adapters here; set it to 0")
+    if len(actors) > rollout.max_loras:
+        raise ConfigError(f"{key} is fewer than the policies, {', '.join(actors)}; set it to {len(actors)}")
+    if rollout.external:
+        raise ConfigError(f"rollout.external with {key} is not implemented; set the second to 0")
+    if rollout.asynchronous and len(actors) > 1:
+        raise ConfigError(
+            f"rollout.asynchronous with {key}: policies share engines, whose tokens have one weight version at a time, "
+            "and are not synced at once; set one of them to false or 0"
+        )
+    placement = placement_of(config)
+    for actor in actors[1:]:
+        role, policy = actor.replace("actor", "rollout", 1), split_role(actor)[1]
+        if has_other_model(config, policy):
+            raise ConfigError(
+                f"roles.{actor}.model with {key}: engines serve adapters of one model; set the second to 0"
+            )
+        if set(placement.ranks_of(role)) != set(placement.ranks_of("rollout")):
+            raise ConfigError(
+                f"placement.{role} with {key}: it has the engines of rollout; remove it, or set that to 0"
+            )
+        other = policy_config(config, role).rollout
+        for name in SHARED_ENGINE_KEYS:
+            if getattr(other, name) != getattr(rollout, name):
+                raise ConfigError(
+                    f"roles.{role}.rollout.{name} with {key}: {role} has the engines of rollout; set rollout.{name}"
+                )
 
 
 def check_external(config: Config, declared: Requirements) -> None:

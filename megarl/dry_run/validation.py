@@ -264,6 +264,7 @@ def validate(
     passes(rollout_checks.check_expert_balance, config, declared)
     passes(rollout_checks.check_external, config, declared)
     passes(rollout_checks.check_external_weights_dir, config, declared)
+    passes(rollout_checks.check_served_adapters, config, declared)
     is_data_readable = passes(checks.check_data, config, declared, dry_run, warnings)
     is_layout_valid = is_layout_valid and passes(checks.check_schedule, config, declared)
     is_layout_valid = is_layout_valid and passes(checks.check_batch, config, declared, warnings)

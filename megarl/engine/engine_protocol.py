@@ -228,13 +228,18 @@ class Engine(Protocol):
         ...
 
     def connect(
-        self, timeout: float, routing: RoutingShape | None = None, indices: IndexShape | None = None
+        self,
+        timeout: float,
+        routing: RoutingShape | None = None,
+        indices: IndexShape | None = None,
+        adapter: str = "",
     ) -> EngineClient:
         """Return a client of the engine as it runs now; its requests raise EngineLost once that has ended.
 
         timeout: seconds per request, including time in the engine's queue.
         routing, indices: shapes of the engine's records of routing and of sparse attention indices, if rollouts need
         them.
+        adapter: name of the adapter to generate with (`rollout.max_loras`); empty if the engine merges them.
         """
         ...
 

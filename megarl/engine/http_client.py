@@ -43,6 +43,7 @@ class HTTPClient:
     weight_version: version that every response must come from; None accepts any. It may be raised while requests are in
     flight; their responses may then mix both versions. The prefix cache of one version is not reused by the next.
     check_running: raises EngineLost if the engine is gone.
+    adapter: name of the adapter to generate with, if the engine serves several.
     """
 
     def __init__(
@@ -54,7 +55,9 @@ class HTTPClient:
         weight_version: int | None = None,
         check_running: Callable[[], None] = lambda: None,
         indices: IndexShape | None = None,
+        adapter: str = "",
     ) -> None:
+        self._adapter = adapter
         self._url, self._check_running = url, check_running
         self._headers = {"Authorization": f"Bearer {api_key}"}
         self._timeout = aiohttp.ClientTimeout(total=timeout)
@@ -102,6 +105,8 @@ class HTTPClient:
             body["image_data"] = request_images(images, request_version)
         if request_version is not None:
             body["extra_key"] = str(request_version)
+        if self._adapter:
+            body["lora_path"] = self._adapter
         if self._routing is not None:
             body |= {"return_routed_experts": True, "routed_experts_start_len": record_start}
         if self._indices is not None:  # MegaRL's plugin cuts this record like that of routing
@@ -208,9 +213,10 @@ class HTTPClient:
                 )
 
     async def stop(self) -> None:
-        """Abort all requests of the engine."""
+        """Abort all requests of the engine, or those of this client's adapter."""
+        own = {"lora_path": self._adapter} if self._adapter else {}
         try:
-            status, answer = await self._post("/abort_request", {"abort_all": True})
+            status, answer = await self._post("/abort_request", {"abort_all": True, **own})
         except RequestFailed:
             return  # the caller retries, since requests may still be on their way
         if status != 200:

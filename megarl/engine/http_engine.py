@@ -115,10 +115,15 @@ class HTTPEngine(ABC):
         return f"http://127.0.0.1:{self.port}"
 
     def connect(
-        self, timeout: float, routing: RoutingShape | None = None, indices: IndexShape | None = None
+        self,
+        timeout: float,
+        routing: RoutingShape | None = None,
+        indices: IndexShape | None = None,
+        adapter: str = "",
     ) -> HTTPClient:
         check_running = partial(self.check_running, self.start_number)
-        return HTTPClient(self.url, self.api_key, timeout, routing, self.weight_version, check_running, indices)
+        version = self.weight_version
+        return HTTPClient(self.url, self.api_key, timeout, routing, version, check_running, indices, adapter)
 
     def start(self) -> None:
         """Start the engine's processes without waiting; call `wait_ready` next."""

@@ -20,6 +20,8 @@ hash.
 {"do": "join"} -> {}: this model, a draft model, takes part in the next session.
 {"do": "keep", "tensors": [names], "factors": {name: [dtype, shape]}} -> {}: copy these tensors to the host, and create
 the factors of adapters, which "write" and "read" then find like tensors. Does nothing when it is repeated.
+{"do": "select", "adapter": name, "factors": {name: [dtype, shape]}} -> {}: "write" and "read" find the factors of this
+adapter from now on, which the engine serves beside others, see `LoaderHooks`.
 {"do": "merge", "scale": s, "merges": [...]} -> {}: write the kept tensors with adapters merged, see `merge_adapters`.
 {"do": "finish", "experts": {layer: [experts]}} -> {}: the engine recomputes what it derives from weights and, if the
 order names experts, sends their tokens to these places from now on, see `EngineLayout.experts`.
@@ -163,17 +165,24 @@ def _refuse_placement(experts: Mapping[int, Sequence[int]]) -> None:
     raise ValueError("this kind of engine cannot move its experts")
 
 
+def refuse_adapters(adapter: str, factors: Mapping[str, Sequence[Any]]) -> dict[str, torch.Tensor]:
+    """Refuse to find the factors of an adapter."""
+    raise ValueError("this engine serves no adapters")
+
+
 class LoaderHooks(NamedTuple):
     """Functions that differ between kinds of engines.
 
     finish: recomputes what the model derives from its weights. find_oddities: lists the layers that say that their
     weights are not where the layout tables expect them, one line each. place_experts(experts by layer): sends the
-    tokens of these layers' experts to the places that the weight sync has given them.
+    tokens of these layers' experts to the places that the weight sync has given them. find_factors(adapter, [dtype,
+    shape] by name): returns the tensors of an adapter that the engine serves, by name.
     """
 
     finish: Callable[[torch.nn.Module], None] = lambda model: None
     find_oddities: Callable[[torch.nn.Module], list[str]] = lambda model: []
     place_experts: Callable[[Mapping[int, Sequence[int]]], None] = _refuse_placement
+    find_factors: Callable[[str, Mapping[str, Sequence[Any]]], dict[str, torch.Tensor]] = refuse_adapters
 
 
 NO_HOOKS = LoaderHooks()
@@ -285,6 +294,10 @@ def _run_order(
         case "keep":
             if model not in _ADAPTED:
                 _ADAPTED[model] = keep_base(writable_tensors(model), order)
+            return {}
+        case "select":
+            _TENSOR_CACHE.pop(model, None)
+            _ADAPTED[model] = AdaptedModel({}, hooks.find_factors(order["adapter"], order["factors"]))
             return {}
         case "merge":
             merge_adapters(writable_tensors(model), _ADAPTED[model], order)

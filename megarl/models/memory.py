@@ -37,13 +37,14 @@ from megarl.models.layout_algebra import (
     layer_of,
     local_shape,
 )
-from megarl.models.lora_tables import adapted_weights, adapter_params
+from megarl.models.lora_tables import adapted_weights, adapter_params, factor_params
 from megarl.models.pipeline_stages import stage_layers
 from megarl.models.registry import family_of, num_trained_mtp
 from megarl.parallel.placement import has_separate_reference, placement_of, role_config, split_role
 from megarl.parallel.policy_configs import (
     list_engine_roles,
     policy_config,
+    serves_adapters,
     sleeps_with_weights,
     syncs_adapters,
     syncs_changes,
@@ -182,6 +183,8 @@ def plan_memory(
     engine: dict[str, int] = {}
     if requirements.has_engines(config) and "rollout" in local_roles:
         engine = engine_parts(hf, rollout, size)
+        if serves_adapters(config):
+            engine["engine adapters"] = served_adapter_bytes(hf, config, size)
     other_engines = {
         role: {
             name.replace("engine", role): amount
@@ -255,8 +258,9 @@ def plan_memory(
             base, policy = split_role(role)
             if base != "actor":
                 continue
-            name, engine_role = role.replace("_", " "), f"rollout_{policy}" if policy else "engine"
-            policy_engine = other_engines.get(engine_role, {}) if policy else engine
+            has_own_engine = policy and not serves_adapters(config)
+            name, engine_role = role.replace("_", " "), f"rollout_{policy}" if has_own_engine else "engine"
+            policy_engine = other_engines.get(engine_role, {}) if has_own_engine else engine
             weights = states.get(f"{name} weights", 0) + gathered.get(role, 0)
             engine_weights = policy_engine.get(f"{engine_role} weights", 0)
             policy_settings = policy_config(config, role)
@@ -275,7 +279,7 @@ def plan_memory(
                 host["last good policy"] = host.get("last good policy", 0) + model_bytes
         if requirements.has_rollout and requirements.trained_roles and config.train.offload and states:
             host["states, while generating"] = sum(states[name] for name in states if "gradients" not in name)
-        if engine and syncs_adapters(config):
+        if engine and syncs_adapters(config) and not serves_adapters(config):
             host["engine weights before merging"] = adapted_bytes(hf, config, size)
         if engine and sleeps_with_weights(config, requirements.roles, "rollout"):
             host["engine weights, asleep"] = engine["engine weights"]
@@ -653,17 +657,7 @@ def engine_bytes(
         adapted = {param.megatron for param in adapted_weights([row for row, _ in counts], lora.target_modules)}
         total, counts = 0.0, [row for row in counts if row[0].megatron in adapted]
     for param, count in counts:
-        if isinstance(param.sharding, Replicated) and param.expert is None:
-            elements = param.size
-        elif isinstance(param.sharding, QKVSharding | GatedQKVSharding):
-            q, k, v = (prod(tensor.shape) for tensor in param.hf)
-            elements = q // tp + (k + v) // min(tp, param.sharding.num_kv_heads)
-        elif isinstance(param.sharding, FusedSharding):
-            heads, kv_heads, _ = param.sharding.units
-            head = param.size // sum(param.sharding.units)
-            elements = head * (heads // tp + 2 * kv_heads // min(tp, kv_heads))
-        else:
-            elements = -(-param.size * count // tp)
+        elements = _rank_elements(param, count, tp)
         if param.expert is not None:
             elements += elements * copies // experts
         if has_int4_experts and int4.is_quantised(param):
@@ -671,6 +665,29 @@ def engine_bytes(
         else:
             total += elements * (1 + 4 / BLOCK**2 if fp8 and is_quantised(param) else size)
     return round(total)
+
+
+def _rank_elements(param: Param, count: int, tp: int) -> int:
+    """Return the elements of a parameter on one rank of an engine. count: of experts, otherwise 1."""
+    if isinstance(param.sharding, Replicated) and param.expert is None:
+        return param.size
+    if isinstance(param.sharding, QKVSharding | GatedQKVSharding):
+        q, k, v = (prod(tensor.shape) for tensor in param.hf)
+        return q // tp + (k + v) // min(tp, param.sharding.num_kv_heads)
+    if isinstance(param.sharding, FusedSharding):
+        heads, kv_heads, _ = param.sharding.units
+        head = param.size // sum(param.sharding.units)
+        return head * (heads // tp + 2 * kv_heads // min(tp, kv_heads))
+    return -(-param.size * count // tp)
+
+
+def served_adapter_bytes(hf: HFConfig, config: Config, size: int) -> int:
+    """Return the bytes of the adapters that one rank of an engine serves, one for each of `rollout.max_loras`. Models
+    have no experts then. size: bytes per element."""
+    rows = adapted_weights([row for row, _ in unique_params(hf, False)], config.lora.target_modules)
+    factors = (factor for row in rows for factor in factor_params(row, config.lora.rank))
+    elements = sum(_rank_elements(factor, 1, config.rollout.tp) for factor in factors)
+    return config.rollout.max_loras * elements * size
 
 
 def adapted_bytes(hf: HFConfig, config: Config, size: int) -> int:

@@ -33,6 +33,12 @@ JUDGE_KEYS = (
     *("request_timeout", "hang_timeout", "start_timeout"),
 )
 """Keys of `rollout` that apply to engines that only answer the requests of another role."""
+SHARED_ENGINE_KEYS = (
+    *("engine", "tp", "ep", "sglang", "vllm", "max_context", "concurrency", "num_speculative_tokens"),
+    *("request_timeout", "hang_timeout", "start_timeout", "tool_call_parser"),
+    *("asynchronous", "sync_changes_only", "sync_adapters_only", "max_loras"),
+)
+"""Keys of `rollout` that policies with the same engines cannot set differently."""
 POLICIES_FOLDER = "policies"
 """Subfolder of a run folder; holds one folder of recorded rollouts for each policy besides the first."""
 
@@ -136,11 +142,15 @@ def check_change(config: Config, changed: Config, where: str = "") -> None:
 
 
 def list_engine_roles(config: Config, roles: Iterable[str]) -> tuple[str, ...]:
-    """Return the roles with engines, in order. A replay has none for the policies."""
-    replays = bool(config.rollout.replay)
-    return tuple(
-        role for role in roles if is_engine_role(config, role) and not (replays and split_role(role)[0] == "rollout")
-    )
+    """Return the roles with engines of their own, in order. A replay has none for the policies, and policies besides
+    the first have none if the first's serve their adapters."""
+    replays, serves = bool(config.rollout.replay), serves_adapters(config)
+
+    def has_own(role: str) -> bool:
+        base, policy = split_role(role)
+        return base != "rollout" or not (replays or (serves and policy))
+
+    return tuple(role for role in roles if is_engine_role(config, role) and has_own(role))
 
 
 def sleeps_with_weights(config: Config, roles: Iterable[str], role: str) -> bool:
@@ -161,13 +171,31 @@ def syncs_changes(config: Config) -> bool:
 
 def syncs_adapters(config: Config) -> bool:
     """Return whether weight syncs send LoRA's adapters alone."""
-    return config.rollout.sync_adapters_only and not config.rollout.replay and config.lora.rank > 0
+    rollout = config.rollout
+    return (rollout.sync_adapters_only or rollout.max_loras > 0) and not rollout.replay and config.lora.rank > 0
+
+
+def serves_adapters(config: Config) -> bool:
+    """Return whether the engines of the first policy serve the adapters of all policies, beside the base weights."""
+    return config.rollout.max_loras > 0 and syncs_adapters(config)
+
+
+def adapter_name(role: str) -> str:
+    """Return the name of the adapter that requests of these engines ask for: that of the role which trains it."""
+    return role.replace("rollout", "actor", 1)
+
+
+def _list_same_engines(config: Config, roles: Iterable[str], role: str) -> set[str]:
+    """Return the roles that have a role's engines."""
+    is_shared = split_role(role)[0] == "rollout" and serves_adapters(config)
+    return {role, *(other for other in roles if is_shared and split_role(other)[0] == "rollout")}
 
 
 def find_shared_ranks(config: Config, roles: Iterable[str], role: str) -> frozenset[int]:
     """Return the ranks of a role's engines that also have a model, or engines of another role."""
     placement = placement_of(config)
-    others = [other for other in roles if other != role and has_model(config, other)]
+    own = _list_same_engines(config, roles := tuple(roles), role)
+    others = [other for other in roles if other not in own and has_model(config, other)]
     return frozenset(placement.ranks_of(role)).intersection(
         rank for other in others for rank in placement.ranks_of(other)
     )
@@ -177,7 +205,8 @@ def takes_turns(config: Config, roles: Iterable[str], role: str) -> bool:
     """Return whether the engines of a role share ranks with other engines, with a model of another policy or, if they
     never get weights from a trainer, with any model.
 
-    The policy's own models need no turns: the engines get new weights after each of its steps.
+    The policy's own models need no turns: the engines get new weights after each of its steps. Policies whose
+    adapters are served by the same engines need no turns with each other.
     """
     placement, roles = placement_of(config), tuple(roles)
     base, policy = split_role(role)
@@ -187,4 +216,5 @@ def takes_turns(config: Config, roles: Iterable[str], role: str) -> bool:
         is_other_policys = other_base in POLICY_ROLES and other_policy != policy
         if has_model(config, other) and (is_other_policys or base != "rollout"):
             others.add(other)
-    return any(ranks & set(placement.ranks_of(other)) for other in others - {role})
+    others -= _list_same_engines(config, roles, role)
+    return any(ranks & set(placement.ranks_of(other)) for other in others)

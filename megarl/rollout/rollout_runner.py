@@ -58,6 +58,7 @@ class RolloutRunner:
         on_rollout_finished: as `RolloutContext.on_rollout_finished`
         indices: shape of its record of sparse attention indices, if rollouts carry one
         external: engines outside of the job that take part of the requests
+        adapter: as for `Engine.connect`
         on_engine_lost: called immediately when the engine is lost, in the generation thread, possibly more than once
     """
 
@@ -71,7 +72,9 @@ class RolloutRunner:
         on_engine_lost: Callable[[EngineLost], None] = lambda lost: None,
         indices: IndexShape | None = None,
         external: ExternalEngines | None = None,
+        adapter: str = "",
     ) -> None:
+        self._adapter = adapter
         self._engine, self._chat, self._config, self._external = engine, chat, config, external
         self._routing, self._indices = routing, indices
         self._on_rollout_finished, self._on_engine_lost = on_rollout_finished, on_engine_lost
@@ -314,7 +317,7 @@ class RolloutRunner:
 
     def _new_client(self) -> EngineClient:
         timeout = self._config.step_timeout + _REQUEST_MARGIN_S
-        client = self._engine.connect(timeout, self._routing, self._indices)
+        client = self._engine.connect(timeout, self._routing, self._indices, self._adapter)
         if self._external is None:
             return client
         return SharedClient(client, self._external, timeout, self._config.hang_timeout)

@@ -52,6 +52,8 @@ class EngineRecovery:
         """Engines that have restarted, but not received weights since."""
         self._faults: dict[int, str] = {}
         """Last fault of each engine since the last completed step."""
+        self._starts: dict[int, int] = {}
+        """Start number of each engine when it was last known to have weights or to restart."""
         self.restarts = 0
         self.detection_s = self.restart_s = 0.0
 
@@ -75,6 +77,7 @@ class EngineRecovery:
         for an engine lost twice in a row by the same fault.
         """
         local_loss: _EngineLoss | None = None
+        start: tuple[int, int, bool] | None = None
         if self._engine_restart is not None and self._is_lead:
             if should_check:
                 self._engine_restart.check()
@@ -83,12 +86,16 @@ class EngineRecovery:
                 local_loss = _EngineLoss(
                     self._engine_index, engine_error.fault, str(engine_error), engine_error.detection_delay
                 )
-        reports = ranks.all_gather_objects((error, local_loss))
-        if errors := [text for text, _ in reports if text]:
+            assert self._engine_index is not None
+            start = self._engine_index, self._engine_restart.engine.start_number, self._engine_restart.is_pending
+        reports = ranks.all_gather_objects((error, local_loss, start))
+        if errors := [text for text, *_ in reports if text]:
             raise ConfigError(errors[0])
-        lost = [loss for _, loss in reports if loss is not None]
+        lost = [loss for _, loss, _ in reports if loss is not None]
         for loss in lost:
             self._record_loss(loss)
+        for engine, number, is_restarting in (started for *_, started in reports if started is not None):
+            self._record_start(engine, number, is_restarting)
         if self._engine_restart is not None and self._engine_index in {loss.engine for loss in lost}:
             self._engine_restart.ensure_started()
         return bool(lost)
@@ -122,6 +129,16 @@ class EngineRecovery:
             "time/engine_detection": self.detection_s,
             "time/engine_restart": self.restart_s,
         }
+
+    def _record_start(self, engine: int, number: int, is_restarting: bool) -> None:
+        """Record an engine's start number. It may have been started again for another policy that it serves; it then
+        lacks the weights of this one."""
+        previous, self._starts[engine] = self._starts.get(engine, 1), number
+        if engine not in self.restarting:
+            if is_restarting:
+                self.restarting.add(engine)
+            elif number != previous:
+                self.unsynced.add(engine)
 
     def _record_loss(self, loss: _EngineLoss) -> None:
         name, config = f"{self._label} {loss.engine}", self._config

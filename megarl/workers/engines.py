@@ -1,7 +1,8 @@
 """All engines of a role as one unit: placement, wake and sleep, weight sync, and recovery of lost engines.
 
 Roles whose engines share ranks take turns: waking those of one puts the others to sleep. Engines of several policies
-also sleep while another policy trains on their ranks (`RolloutWorker.sleep`).
+also sleep while another policy trains on their ranks (`RolloutWorker.sleep`). With `rollout.max_loras` all policies
+have the engines of the first; each keeps its own account of whether they have its adapter.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from megarl.engine.engine_restart import EngineRestart
 from megarl.engine.external_engines import ExternalEngines
 from megarl.observe.clock import REMOTE
 from megarl.parallel import device, ranks
-from megarl.parallel.placement import engine_ranks, placement_of, role_parallel
-from megarl.parallel.policy_configs import syncs_adapters, syncs_changes
+from megarl.parallel.placement import engine_ranks, placement_of, role_parallel, split_role
+from megarl.parallel.policy_configs import adapter_name, serves_adapters, syncs_adapters, syncs_changes
 from megarl.utils.addresses import free_port
 from megarl.workers.actor import ActorWorker
 from megarl.workers.context import Context, Worker
@@ -49,6 +50,12 @@ class Engines:
         self.config, self.job, self.clock, self._context = context.config, context.job, context.clock, context
         self.takes_turns = context.takes_turns
         """Whether other roles need the ranks of these engines while they do not generate."""
+        self.adapter = adapter_name(context.role or "rollout") if serves_adapters(self.config) else ""
+        """Name of the adapter that the engines serve for this role's policy, if they do not merge it."""
+        self._owner = self
+        """The role's own engines, or those of the first policy if they serve this policy's adapter, too."""
+        if self.adapter and split_role(context.role)[1]:
+            self._owner = context.engines["rollout"]
         self.is_awake = True
         """True unless the last call was `sleep`; the same on all ranks."""
         self.end_turn: Callable[[], None] = self.sleep
@@ -81,7 +88,9 @@ class Engines:
         if self.config.rollout.replay:
             return
         addresses = ranks.all_gather_objects(f"{ranks.node_address()}:{free_port()}")
-        if self.engine_index is not None and self._position % min(tp, ranks_per_node) == 0:
+        if self._owner is not self:
+            self.engine = self._owner.engine
+        elif self.engine_index is not None and self._position % min(tp, ranks_per_node) == 0:
             self.engine = engine_backend(self.config).make_engine(
                 self.config,
                 self.engine_index,
@@ -92,7 +101,11 @@ class Engines:
                 node_rank=self._position // ranks_per_node,
                 dist_init_addr=addresses[self.engine_ranks[self.engine_index][0]] if tp > ranks_per_node else "",
             )
-        self.engine_restart = None if self.engine is None else EngineRestart(self.engine)
+        self.engine_restart: EngineRestart | None = None
+        if self._owner is not self:
+            self.engine_restart = self._owner.engine_restart
+        elif self.engine is not None:
+            self.engine_restart = EngineRestart(self.engine)
         is_lead = self.lead_engine is not None
         self.recovery = EngineRecovery(
             self.config, len(self.engine_ranks), self.engine_index, self.engine_restart, is_lead, context.log, label
@@ -113,7 +126,7 @@ class Engines:
             self.external = ExternalEngines(self.config, *where, self._collect, context.role or "rollout")
         self.weight_sync = WeightSync(
             *(context.hf_config, sync_config, self.job, self.lead_engine, self._collect, trains, generates, is_lost),
-            self.external,
+            *(self.external, self.adapter),
         )
 
     @property
@@ -151,7 +164,7 @@ class Engines:
         Engines that take turns start one role after the other, and sleep: each takes its share of the device as it
         starts.
         """
-        if self.engine is not None:
+        if self.engine is not None and self._owner is self:
             self.engine.start()
             if self.takes_turns:
                 self.engine.wait_ready()
@@ -186,7 +199,7 @@ class Engines:
         """Stop this rank's engine, and hang up on external ones. Not collective."""
         if self.external is not None:
             self.external.close()
-        if self.engine is not None and self.engine_restart is not None:
+        if self._owner is self and self.engine is not None and self.engine_restart is not None:
             self.engine_restart.close()
 
     def wake(self, wake: Callable[[Engine], None] = _wake) -> None:
@@ -195,7 +208,7 @@ class Engines:
         The barrier is needed because a lead also wakes its engine on the devices of other ranks.
         """
         for other in self._context.engines.values() if self.takes_turns else ():
-            if other is not self and other.is_awake and other.shares_ranks(self):
+            if not other.has_engines_of(self) and other.is_awake and other.shares_ranks(self):
                 other.end_turn()
         self.is_awake = True
         device.empty_cache()
@@ -213,6 +226,10 @@ class Engines:
 
     def _sleep(self) -> None:
         self.run_on_leads(lambda engine: engine.sleep() if self.sleeps else None)
+
+    def has_engines_of(self, other: Engines) -> bool:
+        """Return whether the two are the same engines, for the roles of two policies."""
+        return self._owner is other._owner
 
     def shares_ranks(self, other: Engines) -> bool:
         """Return whether any rank has engines of both. Not collective."""

@@ -83,6 +83,7 @@ class RolloutWorker(Worker):
                 self.engines.engine_restart.report_lost,
                 index_shape(context.hf_config, self.config),
                 self.engines.external,
+                self.engines.adapter,
             )
         has_agents = any(environment.kind == "agent" for environment in context.chat.catalog.environments.values())
         self._agent_metrics = AgentMetrics(has_agents, row_exchange.WorldComm(), self._runner)
@@ -428,7 +429,8 @@ class RolloutWorker(Worker):
         """
         self._sleep_engines()
         for other in self.context.engines.values():
-            if other is not self.engines and other.takes_turns and other.is_awake:
+            is_turn_over = other.takes_turns or other.has_engines_of(self.engines)
+            if other is not self.engines and is_turn_over and other.is_awake:
                 other.end_turn()
 
     def _sleep_engines(self) -> None:

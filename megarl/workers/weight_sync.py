@@ -44,6 +44,7 @@ class WeightSync:
     engine: the engine that this rank leads, if any. collect: gathers over the ranks of this rank's engine. train_ranks,
     engine_ranks: see `build_plan`. is_lost: returns True if this error means that the engine is lost and must restart.
     external: engines outside of the job that get the weights of this rank's engine.
+    adapter: name of the adapter to sync, if the engines serve those of several policies beside the base weights.
     """
 
     def __init__(
@@ -57,7 +58,9 @@ class WeightSync:
         engine_ranks: Sequence[int] | None = None,
         is_lost: Callable[[EngineError], bool] = lambda error: False,
         external: ExternalEngines | None = None,
+        adapter: str = "",
     ) -> None:
+        self.adapter = adapter
         self.is_lost, self._has_lost_engine = is_lost, False
         self.external = external
         self.hf, self.config, self.job, self.engine = hf, config, job, engine
@@ -237,11 +240,13 @@ class WeightSync:
     ) -> None:
         if self.weight_executor is None:
             self.weight_executor = self._make_executor(self.plan)
+        if self.adapter:  # beside which the engines keep the base weights
+            local = self._split(local)[0]
         self._run_executor(self.weight_executor, local, sender, version, external, compare)
 
     def _send_adapters(self, local: Mapping[str, torch.Tensor], sender: WeightSender, version: int) -> None:
-        """Send the adapters, have the engines merge them, and compare the result with what would have been sent in the
-        syncs that are fully verified."""
+        """Send the adapters, and have the engines merge them unless they serve them as they are. In the syncs that are
+        fully verified, compare the engines' weights with what would have been sent."""
         if self.adapter_executor is None:
             layout = self.plan.engine
             plan = build_plan(self.hf, self.config, layout, self.train_ranks, self.engine_ranks, adapters=True)
@@ -255,7 +260,8 @@ class WeightSync:
         if self.is_verified:
             self._send_weights(local, sender, version, self.external, compare=True)
             if wrong := sender.mismatches:
-                text = "the engine's weights with the adapters merged differ from the trainer's"
+                which = "without adapters" if self.adapter else "with the adapters merged"
+                text = f"the engine's weights {which} differ from the trainer's"
                 sender.errors.append(f"{text}: {', '.join(wrong[:3])} ({len(wrong)})")
 
     def _split(
@@ -268,20 +274,27 @@ class WeightSync:
         return local.weights, local.adapters if self.adapted else local
 
     def _list_adapter_orders(self, action: str) -> Iterator[tuple[dict[str, Any], bool]]:
-        """Yield the order to keep or to merge for each model of this rank's engine, and whether it is the draft."""
+        """Yield the order to keep (or to select an adapter that is served) or to merge for each model of this rank's
+        engine, and whether it is the draft."""
         if self.engine_rank is None:
             return
         layout, lora, dtype = self.plan.engine, self.config.lora, self.config.model.dtype
         position = self.engine_rank % layout.tp
         for draft in self._draft_flags:
             weights = [weight for weight in self.adapted if weight.slot and weight.slot.is_draft == draft]
+            if self.adapter and action == "merge":
+                continue
             if action == "merge":
                 merges = list_merges(weights, layout, position, self.num_experts)
                 yield {"do": action, "scale": lora.scale, "merges": merges}, draft
                 continue
             names = sorted({slot.name for weight in weights if (slot := layout.slot_of(weight))})
             shapes = factor_shapes(weights, lora.rank, layout, position, self.num_experts)
-            yield {"do": action, "tensors": names, "factors": {k: [dtype, v] for k, v in shapes.items()}}, draft
+            factors = {name: [dtype, shape] for name, shape in shapes.items()}
+            if self.adapter:
+                yield {"do": "select", "adapter": self.adapter, "factors": factors}, draft
+            else:
+                yield {"do": action, "tensors": names, "factors": factors}, draft
 
     def _is_compared(self, param: Param) -> bool:
         """Return whether the engines must have the bits of this weight that the trainer would send."""

@@ -21,6 +21,7 @@ from megarl.dry_run.rollout_checks import (
     check_external,
     check_external_weights_dir,
     check_oversampling,
+    check_served_adapters,
 )
 from megarl.engine.sglang.server_args import check_sampling
 from megarl.types.requirements import Requirements
@@ -185,3 +186,43 @@ def test_an_external_engine_has_one_policy() -> None:
     config = from_dict({"algorithm": algorithm, "rollout": {"external": ["10.0.0.5:7000"]}, "roles": roles})
     with pytest.raises(ConfigError, match="roles.rollout_b.rollout.external names 10.0.0.5:7000, and so does rollout"):
         check_external(config, load_requirements(config))
+
+
+def served(rollout: dict[str, Any] | None = None, roles: dict[str, Any] | None = None, **sections: Any) -> Config:
+    tree = {"algorithm": "megarl.controllers.policies:PPOAndReMaxController", "lora": {"rank": 4}, **sections}
+    return from_dict({"rollout": {"engine": "vllm", "max_loras": 2, **(rollout or {})}, "roles": roles or {}, **tree})
+
+
+def test_policies_share_engines_that_serve_their_adapters() -> None:
+    """Each may sample in its own way."""
+    for config in (served(roles={"rollout_b": {"rollout": {"temperature": 0.5}}}), served({"max_loras": 3})):
+        check_served_adapters(config, load_requirements(config))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (served({"max_loras": 1}), "rollout.max_loras=1 is fewer than the policies, actor, actor_b; set it to 2"),
+        (served(algorithm="generate"), "rollout.max_loras=2 with algorithm=generate: nothing trains adapters here"),
+        (served({"external": ["10.0.0.5:7000"]}), "rollout.external with rollout.max_loras=2 is not implemented"),
+        (served({"asynchronous": True}), "rollout.asynchronous with rollout.max_loras=2: .* one weight version at a"),
+        (served(roles={"actor_b": {"model": "/other"}}), "roles.actor_b.model with .*: engines serve adapters of one"),
+        (
+            served(roles={"rollout_b": {"rollout": {"max_context": 99}}}),
+            "roles.rollout_b.rollout.max_context with .*: rollout_b has the engines of rollout; set rollout.max_con",
+        ),
+        (
+            served(parallel={"world_size": 2}, placement={"actor": 0, "rollout": 0, "actor_b": 1, "rollout_b": 1}),
+            "placement.rollout_b with rollout.max_loras=2: it has the engines of rollout; remove it",
+        ),
+    ],
+)
+def test_refuses_policies_with_other_engines(config: Config, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        check_served_adapters(config, load_requirements(config))
+    assert "\n" not in str(error.value)
+
+
+def test_engines_of_several_policies_may_generate_ahead_for_one() -> None:
+    config = served({"max_loras": 1, "asynchronous": True}, algorithm="grpo")
+    check_served_adapters(config, load_requirements(config))

@@ -13,7 +13,7 @@ import tiny_models
 from engine_config import make_config
 from transformers import PreTrainedModel
 
-from megarl.config import Config
+from megarl.config import Config, LoraConfig
 from megarl.engine.engine_backends import engine_backend
 from megarl.engine.engine_host import HOST_VARIABLE
 from megarl.engine.http_engine import HTTPEngine
@@ -30,7 +30,9 @@ class RunningEngine:
 
 
 @contextmanager
-def start_engine(host: str, model: PreTrainedModel, folder: Path, **rollout: Any) -> Iterator[RunningEngine]:
+def start_engine(
+    host: str, model: PreTrainedModel, folder: Path, lora: LoraConfig | None = None, **rollout: Any
+) -> Iterator[RunningEngine]:
     path = tiny_models.save(model, folder / "model")
     config = make_config(path, folder / "run", **rollout)
     records = replace(
@@ -38,7 +40,7 @@ def start_engine(host: str, model: PreTrainedModel, folder: Path, **rollout: Any
         routing_replay=hasattr(model.config, "num_experts_per_tok"),
         sparse_index_replay=hasattr(model.config, "index_topk"),
     )
-    config = replace(config, train=records)
+    config = replace(config, train=records, lora=lora or config.lora)
     engine = engine_backend(config).make_engine(config, threads=1)
     assert isinstance(engine, HTTPEngine)
     with pytest.MonkeyPatch.context() as monkeypatch:

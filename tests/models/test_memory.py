@@ -572,3 +572,30 @@ def test_lora_has_gradients_and_states_of_adapters_only() -> None:
     assert lora.states["critic gradients"] == 4 * (dense + expert + 64)  # and the value head
     assert lora.states["critic weights"] == full.states["critic weights"] + 2 * (dense + expert)
     assert "reference weights" in full.host and not lora.host  # the reference is the actor without its adapters
+
+
+def test_engines_that_serve_adapters_hold_the_model_once() -> None:
+    """The second policy has no engine of its own; one rank of two has half of each cut factor, for each policy."""
+    hf: dict[str, Any] = {
+        **{"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 512, "rms_norm_eps": 1e-6},
+        **{"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "max_position_embeddings": 512},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False},
+    }
+    algorithm = "megarl.controllers.policies:PPOAndReMaxController"
+    sections = {"algorithm": algorithm, "parallel": {"world_size": 2}, "model": {"dtype": "float32"}}
+    plans = []
+    for loras in (0, 2):
+        rollout = {"engine": "vllm", "tp": 2, "max_loras": loras}
+        config = from_dict({**sections, "lora": {"rank": 3}, "rollout": rollout})
+        declared = load_requirements(config)
+        (stage,) = plan_memory(hf, config, declared, hf, other_models={"rollout_b": hf})
+        plans.append(stage)
+    merged, served = plans
+    assert merged.other_engines.keys() == {"rollout_b"} and served.other_engines == {}
+    attention = 3 * (128 + (128 + 2 * 64) // 2) + 3 * (128 // 2 + 128)  # A and B of qkv, then of the output
+    mlp = 3 * (128 + 512 // 2) + 3 * (256 // 2 + 128)
+    assert served.generation["engine adapters"] == 2 * 2 * (attention + mlp) * 4
+    assert "engine adapters" not in merged.generation
+    assert served.generation["engine weights"] == merged.generation["engine weights"]
+    assert not any("before merging" in name for name in served.host)
+    assert served.other_syncs["actor_b"]["engine weights"] == served.generation["engine weights"]

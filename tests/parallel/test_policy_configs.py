@@ -9,7 +9,14 @@ import pytest
 from megarl.config import Config, from_dict
 from megarl.controllers.controller import load_requirements
 from megarl.parallel.placement import engine_ranks, is_engine_role, is_on_megatron
-from megarl.parallel.policy_configs import list_engine_roles, policy_config, takes_turns
+from megarl.parallel.policy_configs import (
+    adapter_name,
+    find_shared_ranks,
+    list_engine_roles,
+    policy_config,
+    serves_adapters,
+    takes_turns,
+)
 
 pytestmark = pytest.mark.alone
 
@@ -50,3 +57,21 @@ def test_engines_take_turns_where_they_share_ranks() -> None:
     assert not takes_turns(colocated, ("rollout", "actor", "reward"), "rollout")
     replay = config({}, rollout={"replay": "run"})
     assert list_engine_roles(replay, ROLES) == ("judge",)
+
+
+def test_policies_whose_adapters_are_served_have_the_engines_of_the_first() -> None:
+    """They take turns with the judge, and with the trainers of other policies, but not with each other."""
+    roles, algorithm = ("judge", "rollout", "rollout_b", "actor", "actor_b"), {"rollout": {"max_loras": 2}}
+    serves = algorithm | {"lora": {"rank": 4}}
+    apart = {"actor": "0-1", "actor_b": "0-1", "rollout": "2-3", "rollout_b": "2-3", "judge": "0-1"}
+    shared, merged = config(apart, **serves), config(apart, lora={"rank": 4})
+    assert list_engine_roles(shared, roles) == ("judge", "rollout")
+    assert list_engine_roles(merged, roles) == list_engine_roles(config(apart, **algorithm), roles) == roles[:3]
+    both = "rollout", "rollout_b"
+    assert [takes_turns(shared, roles, role) for role in both] == [False, False]
+    assert [takes_turns(merged, roles, role) for role in both] == [True, True]
+    assert [find_shared_ranks(shared, roles, role) for role in both] == [frozenset()] * 2
+    assert find_shared_ranks(merged, roles, "rollout") == {2, 3}
+    colocated = config({}, **serves)
+    assert [takes_turns(colocated, roles, role) for role in both] == [True, True]
+    assert [adapter_name(role) for role in both] == ["actor", "actor_b"] and serves_adapters(shared)

@@ -24,6 +24,7 @@ class ScriptedEngines(Engines):
         self.clock: Any = SimpleNamespace(span=lambda *names: nullcontext(), phase=lambda *names: nullcontext())
         self.engine_ranks, self.engine_index = engine_ranks(self.config), None
         roles = load_requirements(full).roles
+        self._owner = self
         self.takes_turns, shared = takes_turns(full, roles, role), find_shared_ranks(full, roles, role)
         self.shared = [index for index, members in enumerate(self.engine_ranks) if shared & set(members)]
         self.recovery: Any = SimpleNamespace(restarting=())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ class FakeEngineRestart:
     def __init__(self) -> None:
         self.lost: EngineLost | None = None
         self.fails_next_start, self.num_starts = False, 0
+        self.engine, self.is_pending = SimpleNamespace(start_number=1), False
 
     def check(self) -> None:
         return None

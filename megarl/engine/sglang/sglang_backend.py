@@ -30,6 +30,11 @@ class SGLangBackend:
                 f"rollout.vllm.{next(iter(rollout.vllm))} with rollout.engine=sglang, whose engines it does not reach; "
                 "remove it, or see rollout.sglang"
             )
+        if rollout.max_loras:
+            raise ConfigError(
+                f"{rollout.max_loras=} with rollout.engine=sglang is not implemented: SGLang's adapters need a GPU, so "
+                "nothing has compared them; set rollout.engine=vllm, or it to 0"
+            )
         parser_name(rollout.tool_call_parser, hf)
         for name in ("max_total_tokens", "context_length"):
             if sglang.get(name) is not None and sglang[name] < rollout.max_context:

@@ -10,8 +10,11 @@ from megarl.config import Config
 from megarl.cpu import vllm_arguments
 from megarl.engine.engine_host import HostProcess, secret_variables
 from megarl.engine.http_engine import HTTPEngine, ServerLaunch
-from megarl.engine.vllm.vllm_settings import interpreter
+from megarl.engine.vllm.vllm_settings import MAX_LORA_RANKS, interpreter
+from megarl.models.lora_tables import adapted_weights
+from megarl.models.registry import family_of, load_hf_config
 from megarl.parallel.placement import engine_ranks
+from megarl.parallel.policy_configs import serves_adapters
 
 SERVER = "megarl.engine.vllm.vllm_server"
 _WORKER = "megarl.engine.vllm.vllm_worker"
@@ -67,8 +70,21 @@ def engine_args(config: Config, index: int) -> dict[str, Any]:
         "enable_prefix_caching": True,
         **({"speculative_config": drafts} if rollout.num_speculative_tokens else {}),
         **({"per_request_spec_decode_metrics": "summary"} if rollout.num_speculative_tokens else {}),
+        **(_adapter_args(config) if serves_adapters(config) else {}),
         **vllm_arguments.engine_args(rollout),
         **rollout.vllm,
+    }
+
+
+def _adapter_args(config: Config) -> dict[str, Any]:
+    hf, lora = load_hf_config(config.model.path), config.lora
+    weights = adapted_weights(family_of(hf).params(hf, 1), lora.target_modules)
+    slots = {part.slot.name for weight in weights for part in weight.by_slot() if part.slot}
+    return {
+        "enable_lora": True,
+        "max_loras": config.rollout.max_loras,
+        "max_lora_rank": next(size for size in MAX_LORA_RANKS if size >= lora.rank),
+        "lora_target_modules": sorted({slot.removesuffix(".weight").rpartition(".")[2] for slot in slots}),
     }
 
 
@@ -88,6 +104,8 @@ class VLLMEngine(HTTPEngine):
             "weight_version": str(self.weight_version),
             "threads": int(environment["OMP_NUM_THREADS"]),
             "routing": config.train.routing_replay,
+            "adapters": config.rollout.max_loras if serves_adapters(config) else 0,
+            "lora": {"rank": config.lora.rank, "scale": config.lora.scale},
             "parser_python": sys.executable,
         }
         return ServerLaunch(SERVER, interpreter(), environment, settings)

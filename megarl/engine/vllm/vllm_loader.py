@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from vllm._custom_ops import cpu_prepack_moe_weight
+from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -134,7 +135,8 @@ def find_layout_oddities(model: torch.nn.Module) -> list[str]:
     """List the layers whose weights are not where the layout tables expect them; one line each."""
     oddities = []
     for name, module in model.named_modules():
-        method = getattr(module, "quant_method", None)
+        # A layer that serves adapters passes on some attributes of the one within.
+        method = None if isinstance(module, BaseLayerWithLoRA) else getattr(module, "quant_method", None)
         if isinstance(method, UnquantizedLinearMethod):
             if not getattr(module, "_cpu_skip_gemm_dispatch", False) or not module.weight.numel():
                 oddities.append(f"{name} has its weight repacked")
@@ -186,6 +188,7 @@ class SlotNames(torch.nn.Module):
 
     def _rename(self, name: str) -> str:
         name = name.replace(".experts.routed_experts.", ".experts.")
+        name = name.replace(".base_layer.", ".")  # within a layer that serves adapters
         name = name.replace(".fused_qkv_a_proj.", f".{self._JOINED}.")
         if self._is_draft:  # model.layers.N.mtp_block.x is SGLang's model.decoder.x, and model.layers.N.x its model.x
             name = self._DRAFT_OWN.sub(lambda match: "model.decoder." if match[1] else "model.", name)

@@ -22,7 +22,7 @@ import pybase64
 from aiohttp import web
 
 from megarl.engine.sglang.sglang_parsers import ParserProcess
-from megarl.engine.vllm.vllm_settings import FAMILIES
+from megarl.engine.vllm.vllm_settings import FAMILIES, adapter_id
 
 MODEL_CLASSES = (*FAMILIES, "DeepSeekMTPModel")
 """vLLM's classes of the families, and of draft models."""
@@ -87,13 +87,14 @@ class Server:
 
         install_patches()
         self._settings = settings
-        for_workers = {name: settings[name] for name in ("folder", "threads", "routing", "request_timeout")}
+        for_workers = {name: settings[name] for name in ("folder", "threads", "routing", "request_timeout", "lora")}
         arguments = AsyncEngineArgs(**settings["engine_args"], additional_config={SETTINGS: for_workers})
         config = arguments.create_engine_config()
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # the CPU platform has set spawn
         self._engine = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
         self._version = settings["weight_version"]
         self._numbers = itertools.count()
+        self._adapters: dict[str, Any] = {}
         self._parsers = ParserProcess(settings["parser_python"])
         self._parser_lock = asyncio.Lock()  # the process answers one question at a time
 
@@ -168,7 +169,10 @@ class Server:
         )
         # The key keeps apart the prefix caches of weight versions.
         prompt = tokens_input(list(body["input_ids"]), cache_salt=body.get("extra_key"))
-        outputs = self._engine.generate(prompt, params, body.get("rid") or f"request-{next(self._numbers)}")
+        outputs = self._engine.generate(
+            *(prompt, params, body.get("rid") or f"request-{next(self._numbers)}"),
+            lora_request=self._find_adapter(body.get("lora_path")),
+        )
         late = f"timeout reached: the request was not finished in {self._settings['request_timeout']:g} s"
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         try:
@@ -187,6 +191,22 @@ class Server:
         finally:
             await outputs.aclose()  # aborts the request if it is not finished
         return response
+
+    def _find_adapter(self, name: str | None) -> Any:
+        """Return vLLM's request for the adapter that a request names, by SGLang's `lora_path`."""
+        from vllm.lora.request import LoRARequest
+
+        limit = self._settings["adapters"]
+        if bool(limit) != bool(name):
+            # On a CPU, vLLM would give a request without one the last adapter if the batch has others.
+            raise Refused(400, "lora_path is missing" if limit else "lora_path: this engine serves no adapters")
+        if not name:
+            return None
+        if name not in self._adapters:
+            if len(self._adapters) == limit:
+                raise Refused(400, f"lora_path {name}: the engine serves {', '.join(self._adapters)} and no more")
+            self._adapters[name] = LoRARequest(name, adapter_id(name), name)
+        return self._adapters[name]
 
     def _make_answer(self, body: Mapping[str, Any], output: Any) -> dict[str, Any]:
         """Return SGLang's JSON for an output of vLLM's."""
@@ -220,9 +240,10 @@ class Server:
         return {"output_ids": ids, "meta_info": meta}
 
     async def abort_request(self, request: web.Request) -> web.Response:
-        """Abort all requests; each is answered with what it has generated."""
-        await request.read()
-        await self._engine.abort(list(self._engine.output_processor.request_states), internal=True)
+        """Abort all requests, or those of an adapter; each is answered with what it has generated."""
+        name, states = (await request.json()).get("lora_path"), self._engine.output_processor.request_states
+        chosen = [number for number, state in states.items() if name in (None, state.lora_name)]
+        await self._engine.abort(chosen, internal=True)
         return _reply({})
 
     async def parse_function_call(self, request: web.Request) -> web.Response:
@@ -306,8 +327,9 @@ def main(settings: dict[str, Any]) -> None:
     """Run the server until it ends.
 
     settings: "engine_args" of AsyncEngineArgs; "port", "api_key", "request_timeout" in seconds, "weight_version",
-    "threads" of a worker, whether to record "routing", "tool_call_parser" and the interpreter of its process
-    ("parser_python"), the file for "facts"; and "folder" from the host.
+    "threads" of a worker, whether to record "routing", the number of "adapters", their rank and scale ("lora"),
+    "tool_call_parser" and the interpreter of its process ("parser_python"), the file for "facts"; and "folder" from the
+    host.
     """
     preload()
     server = Server(settings)  # starts processes, so before there are threads and an event loop

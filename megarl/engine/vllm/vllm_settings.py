@@ -5,6 +5,7 @@ vLLM 0.32.0 on a CPU. Others are refused, because nobody has looked where their 
 from __future__ import annotations
 
 import sys
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ FAMILIES: Mapping[str, Callable[[HFConfig], int]] = {
 """Architectures that were compared with the tables, and the size of their attention heads."""
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of heads in vllm/v1/attention/backends/cpu_attn.py. With another one an engine dies at its first request."""
+MAX_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values of max_lora_rank in vllm/config/lora.py."""
 MIN_TEMPERATURE = 0.01
 """vllm/sampling_params.py raises smaller temperatures above 0 to this one."""
 
@@ -58,6 +61,9 @@ _MANAGED = {
     "max_model_len": "rollout.max_context",
     "seed": "run.seed",
     "speculative_config": "rollout.num_speculative_tokens",
+    **dict.fromkeys(("enable_lora", "max_loras", "max_cpu_loras"), "rollout.max_loras"),
+    **dict.fromkeys(("max_lora_rank", "lora_dtype"), "lora.rank and model.dtype"),
+    "lora_target_modules": "lora.target_modules",
     "enable_return_routed_experts": "train.routing_replay",
     "logprobs_mode": "nothing: training needs log-probs of the distribution that is sampled from",
     **dict.fromkeys(
@@ -139,6 +145,8 @@ def check(hf: HFConfig, config: Config) -> None:
             f"{rollout.ep=} with rollout.engine=vllm, which divides the experts among all ranks of an engine or cuts "
             f"each of them: set it to 1 or to rollout.tp={rollout.tp}"
         )
+    if rollout.max_loras:
+        _check_adapters(hf, config)
     if rollout.tp > config.parallel.ranks_per_node:
         raise ConfigError(
             f"{rollout.tp=} with rollout.engine=vllm: its engines are within one machine, which has "
@@ -161,6 +169,27 @@ def check(hf: HFConfig, config: Config) -> None:
             "rollout.vllm.enable_prefix_caching=false with train.routing_replay: vLLM records routing by the blocks of "
             "its prefix cache; remove one of them"
         )
+
+
+def _check_adapters(hf: HFConfig, config: Config) -> None:
+    key = f"rollout.max_loras={config.rollout.max_loras}"
+    if family_of(hf).num_experts(hf):
+        raise ConfigError(
+            f"{key} with a model with experts: vLLM's experts with adapters need Triton, so a GPU; set it to 0, which "
+            "merges adapters, or use a dense model"
+        )
+    if config.rollout.num_speculative_tokens:
+        raise ConfigError(f"{key} with rollout.num_speculative_tokens is not implemented; set one of them to 0")
+    if config.lora.rank > MAX_LORA_RANKS[-1]:
+        raise ConfigError(
+            f"{key} with lora.rank={config.lora.rank}: vLLM serves ranks up to {MAX_LORA_RANKS[-1]}; lower the rank, "
+            "or set the first to 0"
+        )
+
+
+def adapter_id(name: str) -> int:
+    """Return the number by which vLLM knows an adapter."""
+    return zlib.crc32(name.encode()) + 1
 
 
 def check_sampling(config: Config) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,12 +32,13 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from megarl.engine import weight_loader
 from megarl.engine.engine_host import LEFTOVERS
+from megarl.engine.vllm.vllm_adapters import AdapterSlots
 from megarl.engine.vllm.vllm_loader import SlotNames, find_layout_oddities, refresh_derived
 from megarl.processes.children import die_with_parent
 
 SETTINGS = "megarl"
 """Key of `additional_config` with MegaRL's settings: "folder" of the engine's files, "threads" of a worker, whether to
-record "routing", and "request_timeout" in seconds."""
+record "routing", "request_timeout" in seconds, and rank and scale of the adapters ("lora")."""
 TIMED_OUT = "timed out"
 """Stop reason of a request that ran for more than "request_timeout"."""
 MASK = "mask"
@@ -93,6 +94,13 @@ class RecordingRunner(CPUModelRunner):
             self._routing = AuxOutputWorkerConnector(
                 vllm_config=self.vllm_config, model=self.model, kv_cache_config=self.kv_cache_config
             )
+
+    def load_lora_model(self, model: torch.nn.Module, vllm_config: Any, device: torch.device) -> torch.nn.Module:
+        """Add slots for adapters to the model's layers."""
+        lora = _settings(vllm_config)["lora"]
+        self.lora_manager = AdapterSlots(vllm_config, device, model.embedding_modules, **lora)
+        adapted: torch.nn.Module = self.lora_manager.create_lora_manager(model, vllm_config)
+        return adapted
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the model, and note whose tokens the experts were chosen for."""
@@ -220,6 +228,12 @@ class SyncedWorker(CPUWorker):
         self.model_runner.__class__ = RecordingRunner
         self.model_runner.start_recording(settings["routing"])
 
+    def _find_factors(self, adapter: str, factors: Mapping[str, Sequence[Any]]) -> dict[str, torch.Tensor]:
+        if not self.lora_config:
+            return weight_loader.refuse_adapters(adapter, factors)
+        slots: AdapterSlots = self.model_runner.lora_manager
+        return slots.find_factors(adapter, factors)
+
     def execute_order(self, payloads: list[str], is_draft: bool) -> None:
         """Execute an order of the trainer rank on the same device, see `weight_loader`.
 
@@ -232,6 +246,7 @@ class SyncedWorker(CPUWorker):
         hooks = weight_loader.LoaderHooks(
             lambda view: refresh_derived(model, self.model_config.dtype),
             lambda view: find_layout_oddities(model),
+            find_factors=self._find_factors,
         )
         weight_loader.load(self._models[is_draft], [("shared", handles)], hooks)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,44 @@ def test_refuses_in_one_line(case: str) -> None:
     with pytest.raises(ConfigError, match=message) as error:
         engine_backend(config).check(hf, config)
     assert "\n" not in str(error.value) and len(str(error.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("hf", "rollout", "rank", "message"),
+    [
+        (
+            {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4},
+            {},
+            4,
+            "rollout.max_loras=2 with a model with experts: vLLM's experts with adapters need Triton",
+        ),
+        ({}, {"num_speculative_tokens": 2}, 4, "rollout.max_loras=2 with rollout.num_speculative_tokens is not"),
+        ({}, {}, 1000, "with lora.rank=1000: vLLM serves ranks up to 512"),
+        (
+            {},
+            {"vllm": {"max_lora_rank": 8}},
+            4,
+            "max_lora_rank cannot be set; it is decided by lora.rank and model.dtype",
+        ),
+        ({}, {"engine": "sglang"}, 4, "rollout.max_loras=2 with rollout.engine=sglang is not implemented"),
+    ],
+    ids=["experts", "drafts", "a large rank", "a managed setting", "SGLang"],
+)
+def test_refuses_adapters(hf: dict[str, Any], rollout: dict[str, Any], rank: int, message: str) -> None:
+    hf, config = make(hf, {"max_loras": 2, **rollout}, lora={"rank": rank})
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        engine_backend(config).check(hf, config)
+
+
+def test_vllm_adapts_the_layers_with_adapters(tmp_path: Path) -> None:
+    """With the least of its ranks that has room."""
+    (tmp_path / "config.json").write_text(json.dumps(DENSE))
+    lora = {"rank": 9, "target_modules": ["linear_proj", "linear_fc1"]}
+    _, config = make({}, {"max_loras": 3}, lora=lora, model={"path": str(tmp_path)})
+    arguments = engine_args(config, 0)
+    assert (arguments["enable_lora"], arguments["max_loras"], arguments["max_lora_rank"]) == (True, 3, 16)
+    assert arguments["lora_target_modules"] == ["gate_up_proj", "o_proj"]
+    assert "enable_lora" not in engine_args(make({}, {})[1], 0)
 
 
 def test_refuses_settings_of_the_other_engine() -> None:
