@@ -331,7 +331,7 @@ class External(Reshard):
         try:
             while True:
                 order = wire.receive()
-                if order["do"] == "begin":
+                if order["do"] == "open":
                     bucket = shared_memory.empty((order["bytes"],), torch.uint8)
                 elif order["do"] == "write":
                     data = bucket[: order["bytes"]]
@@ -351,9 +351,10 @@ class External(Reshard):
             engines.write(buffer, order, draft)
             self.engine.write(buffer, order, draft)
 
-        share = lambda buckets: engines.begin(len(buckets[0]))  # noqa: E731
+        engines.begin()
+        share = lambda buckets: engines.open(len(buckets[0]))  # noqa: E731
         self.executor.sync(self.case.local, send, 1, engines.wait, share_buckets=share)
-        engines.finish()
+        engines.close_session()
         engines.commit(1)
         if problems := [line for line in engines.pop_changes() if "is not used" in line]:
             raise RuntimeError(problems[0])

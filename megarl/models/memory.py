@@ -360,7 +360,7 @@ def _trained_stages(hf: HFConfig, job_config: Config, role: str, tokens: int) ->
         activations, inputs = training_bytes(settings, layers, stage, parallel, tokens, size, mtp, replays, indices)
         stages.append(TrainedStage(layers[stage], activations, ceil(inputs), states, host))
         if config.train.fsdp:
-            gathered = whole["weights"] - stored["weights"], gathered_in_pass(hf, parallel, *model[3:], size=size)
+            gathered = whole["weights"] - stored["weights"], gathered_in_pass(hf, parallel, variant, size)
             stages[-1] = stages[-1]._replace(gathered_weights=gathered[0], gathered=gathered[1])
     if is_actor:
         stages[-1] = stages[-1]._replace(logits=_logits_bytes(hf, config, tokens, size))
@@ -462,8 +462,7 @@ def stage_elements(
 
     Raises ConfigError if tp or etp does not divide the model, or a LoRA target does not exist.
     """
-    rows = _list_rows(_to_json(hf), parallel.tp, parallel.etp, parallel.ep, variant)
-    by_layer = {part: _count_elements(rows_of_part) for part, rows_of_part in rows.items()}
+    by_layer = _elements_by_part(hf, parallel, variant)
     return [_sum(by_layer.get(name, ElementCounts()) for name in stage) for stage in _parts_of_stages(stages)]
 
 
@@ -525,8 +524,11 @@ class _Row(NamedTuple):
     is_matrix: bool  # that Muon updates
 
 
-def _count_elements(rows: Iterable[_Row]) -> ElementCounts:
-    return _sum(ElementCounts(**{row.field: row.size * row.copies}) for row in rows)
+def _elements_by_part(hf: HFConfig, parallel: ParallelConfig, variant: ModelVariant) -> dict[int | str, ElementCounts]:
+    return {
+        part: _sum(ElementCounts(**{row.field: row.size * row.copies}) for row in rows)
+        for part, rows in _list_rows(_to_json(hf), parallel.tp, parallel.etp, parallel.ep, variant).items()
+    }
 
 
 @cache
@@ -608,16 +610,16 @@ def sharded_state_bytes(elements: ElementCounts, dp: int, expert_dp: int, size: 
     }
 
 
-def gathered_in_pass(hf: HFConfig, parallel: ParallelConfig, *model: Any, size: int) -> int:
+def gathered_in_pass(hf: HFConfig, parallel: ParallelConfig, variant: ModelVariant, size: int) -> int:
     """Return an upper bound on the bytes that Megatron-FSDP gathers, and has to reduce, at a time in a pass.
 
     Weights of the parts that are no layers, and of a layer with those fetched ahead of it, of at least half of 1e9
     elements; fp32 gradients of the same parts, and of the layers waiting to be reduced, of at least 1e9 elements
     (`suggested_communication_unit_size` in megatron_fsdp.py).
 
-    Arguments are those of `stage_elements` without the stages: all layers are in one. size: bytes of a weight.
+    size: bytes of a weight.
     """
-    by_part = _count_elements(_to_json(hf), parallel.tp, parallel.etp, parallel.ep, *model)
+    by_part = _elements_by_part(hf, parallel, variant)
     sizes = {part: count.dense + count.expert + count.frozen for part, count in by_part.items()}
     layers = [count for part, count in sizes.items() if isinstance(part, int)]
     others = sum(sizes.get(part, 0) for part in (*BEFORE_DECODER, "final"))
