@@ -100,7 +100,7 @@ def test_trains_two_steps(request: pytest.FixtureRequest, folder: Path, tmp_path
         assert [row["rollout/external_engines"] for row in rows] == [0, 1]
         assert all(row["rollout/external_repeated"] == 0 for row in rows)
         if run["generation"] == "synchronous" and run["placement"] != "some engines apart":  # which have more to do
-            assert rows[1]["rollout/external_frac"] > 0.2
+            assert rows[1]["rollout/external_frac"] > 0
     for row in rows:
         assert all(math.isfinite(value) for value in row.values() if isinstance(value, float))
         assert row["rollout/aborted_frac"] == 0

@@ -137,7 +137,7 @@ Run = dict[str, str]
 """The setting of each feature."""
 
 _NUM_CANDIDATES = 40
-_SEED = 17
+_SEED = 23  # of 200, with which 38 to 46 runs are enough, one of those with the fewest
 
 
 def list_pairs() -> Iterator[frozenset[Setting]]:

@@ -44,6 +44,7 @@ RANK = """
     finally:
         watchdog.drain()
         watchdog.close()
+        dist.destroy_process_group()  # as `ranks.shutdown` does
 """
 HANGS = """
         with clock.phase("actor_update", "actor"):
@@ -107,7 +108,7 @@ def test_names_a_stopped_rank_without_its_stack(tmp_path: Path) -> None:
 def test_names_a_slow_rank_and_continues(tmp_path: Path) -> None:
     write_free_port(tmp_path)
     code, lines = wait_for_exit(start_launcher(tmp_path, make_rank_body(SLOW)))
+    assert code == 0, lines
     (line,) = [line for line in lines if " is slow" in line]
-    assert code == 0
     assert f"rank 1 on node {os.uname().nodename} is slow and delays the others: " in line, lines
     assert " s of work in actor_update, " in line
