@@ -207,7 +207,7 @@ def build_optimizer(config: OptimizerConfig, chunks: Sequence[torch.nn.Module], 
         ),
         list(chunks),
     )
-    if not hasattr(optimizer, "chained_optimizers"):  # there is nothing but matrices, or with FSDP one optimizer
+    if type(optimizer) is not ChainedOptimizer:  # Muon's if there is nothing but matrices, or FSDP's only one
         optimizer = ChainedOptimizer([optimizer])
     for _, part in _dist_optimizers(optimizer):
         for buffer in () if part.ddp_config.use_megatron_fsdp else part.buffers:

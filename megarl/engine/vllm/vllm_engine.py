@@ -96,6 +96,7 @@ class VLLMEngine(HTTPEngine):
 
     def _make_launch(self) -> ServerLaunch:
         config, environment = self.config, _environment(self.config, self.threads)
+        serves = serves_adapters(config)
         settings = {
             "engine_args": engine_args(config, self.index),
             "port": self.port,
@@ -104,8 +105,8 @@ class VLLMEngine(HTTPEngine):
             "weight_version": str(self.weight_version),
             "threads": int(environment["OMP_NUM_THREADS"]),
             "routing": config.train.routing_replay,
-            "adapters": config.rollout.max_loras if serves_adapters(config) else 0,
-            "lora": {"rank": config.lora.rank, "scale": config.lora.scale},
+            "adapters": config.rollout.max_loras if serves else 0,
+            "lora": {"rank": config.lora.rank, "scale": config.lora.scale} if serves else None,
             "parser_python": sys.executable,
         }
         return ServerLaunch(SERVER, interpreter(), environment, settings)
