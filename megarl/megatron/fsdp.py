@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
-from megatron.core.distributed.fsdp.src.megatron_fsdp import FSDPDistributedIndex
+from megatron.core.distributed.fsdp.src.megatron_fsdp import FSDPDistributedIndex, param_and_grad_buffer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -35,7 +35,8 @@ class ShardedModel(FullyShardedDataParallel):  # type: ignore[misc]
     """
 
     def __init__(self, settings: TransformerConfig, ddp: DistributedDataParallelConfig, chunk: torch.nn.Module) -> None:
-        super().__init__(settings, ddp, chunk, device=device.device())
+        with _unchecked_dtensors():
+            super().__init__(settings, ddp, chunk, device=device.device())
         for module in self.module.modules():
             # Megatron's last hook swaps in the optimizer's DTensors, which no state dict of ours has.
             module._state_dict_pre_hooks.popitem()
@@ -122,6 +123,18 @@ class ShardedModel(FullyShardedDataParallel):  # type: ignore[misc]
 
     def _item(self, param: torch.Tensor) -> int:
         return int(self._locate(param).model_weight_buffer.param_idx[param])
+
+
+@contextmanager
+def _unchecked_dtensors() -> Iterator[None]:
+    """Keep Megatron from checking new DTensors within the block: torch's check is collective over all ranks of the job,
+    of which some have no model or another stage."""
+    make = param_and_grad_buffer.make_fsdp_dtensor
+    param_and_grad_buffer.make_fsdp_dtensor = lambda **arguments: make(**{**arguments, "run_check": False})
+    try:
+        yield
+    finally:
+        param_and_grad_buffer.make_fsdp_dtensor = make
 
 
 def _make_mesh(data: dist.ProcessGroup, tensor: dist.ProcessGroup) -> DeviceMesh:
