@@ -207,7 +207,7 @@ class Engine(Protocol):
     start_number: int
     """Number of starts so far, restarts included."""
     weight_version: int
-    """Version of the last weight sync; 0 for the weights that the engine loaded itself."""
+    """Version of the last weight sync; 0 for the weights that the engine loaded itself, also beside adapters."""
     is_usable: bool
     """True if the engine may generate: it is ready, and no weight sync has failed since the last complete one."""
     is_paused: bool
@@ -220,6 +220,11 @@ class Engine(Protocol):
     @property
     def url(self) -> str:
         """Address at which the engine answers OpenAI's chat completions, with `api_key`."""
+        ...
+
+    def version_of(self, adapter: str) -> int:
+        """Return the version of the last weight sync of an adapter (`rollout.max_loras`), 0 before the first; for an
+        empty name, `weight_version`."""
         ...
 
     @property
@@ -278,12 +283,13 @@ class Engine(Protocol):
         """
         ...
 
-    def end_update(self, version: int | None) -> None:
+    def end_update(self, version: int | None, adapter: str = "") -> None:
         """Close the weight update.
 
         version: weight version that the engine now holds completely; None if the update failed: the engine stays
-        unusable. While generation is paused the KV cache stays: paused responses go on with it, and later requests use
-        a separate prefix cache, keyed by the version.
+        unusable. adapter: the one that has this version now, if the update wrote one beside others. While generation is
+        paused the KV cache stays: paused responses go on with it, and later requests use a separate prefix cache, keyed
+        by the version.
         """
         ...
 

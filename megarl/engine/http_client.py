@@ -213,10 +213,9 @@ class HTTPClient:
                 )
 
     async def stop(self) -> None:
-        """Abort all requests of the engine, or those of this client's adapter."""
-        own = {"lora_path": self._adapter} if self._adapter else {}
+        """Abort all requests of the engine."""
         try:
-            status, answer = await self._post("/abort_request", {"abort_all": True, **own})
+            status, answer = await self._post("/abort_request", {"abort_all": True})
         except RequestFailed:
             return  # the caller retries, since requests may still be on their way
         if status != 200:

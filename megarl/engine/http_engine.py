@@ -88,6 +88,7 @@ class HTTPEngine(ABC):
         """True if the engine may generate: it is ready, and no weight sync has failed since the last complete one."""
         self.weight_version = 0
         """Version of the last weight sync; 0 for the weights that the engine loaded itself."""
+        self._adapter_versions: dict[str, int] = {}
         self.tool_call_parser = ""
         """Name of SGLang's parser for the policy's tool calls."""
         self.tool_call_marker = ""
@@ -122,8 +123,11 @@ class HTTPEngine(ABC):
         adapter: str = "",
     ) -> HTTPClient:
         check_running = partial(self.check_running, self.start_number)
-        version = self.weight_version
+        version = self.version_of(adapter)
         return HTTPClient(self.url, self.api_key, timeout, routing, version, check_running, indices, adapter)
+
+    def version_of(self, adapter: str) -> int:
+        return self._adapter_versions.get(adapter, 0) if adapter else self.weight_version
 
     def start(self) -> None:
         """Start the engine's processes without waiting; call `wait_ready` next."""
@@ -140,7 +144,7 @@ class HTTPEngine(ABC):
         """
         server, self._server = self._server, None
         self.is_usable = self.is_paused = False
-        self.start_number, self.weight_version = self.start_number + 1, 0
+        self.start_number, self.weight_version, self._adapter_versions = self.start_number + 1, 0, {}
         self._asleep.clear()
         if server is not None:
             server.close()
@@ -257,20 +261,26 @@ class HTTPEngine(ABC):
         timeout = 86400.0 if is_session else self.config.rollout.hang_timeout  # one day, enough for any model size
         self._call("/update_weights_from_tensor", body, timeout=timeout)
 
-    def end_update(self, version: int | None) -> None:
+    def end_update(self, version: int | None, adapter: str = "") -> None:
         """Close the weight update.
 
         version: weight version that the engine now holds completely; None if the update failed: the engine stays
-        unusable. While generation is paused the KV cache stays: paused responses go on with it, and later requests use
-        a separate prefix cache, keyed by the version.
+        unusable. adapter: the one that has this version now, if the update wrote one beside others. While generation is
+        paused the KV cache stays: paused responses go on with it, and later requests use a separate prefix cache, keyed
+        by the version.
         """
         self._call("/end_weight_update")
         if version is None:
             return
         if not self.is_paused:
             self._flush_cache()  # computed with the old weights; if it is offloaded, this resets the bookkeeping
-        self._call("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
-        self.weight_version, self.is_usable = version, True
+        body = {"new_version": str(version), "abort_all_requests": False}
+        self._call("/update_weight_version", body | ({"lora_path": adapter} if adapter else {}))
+        if adapter:
+            self._adapter_versions[adapter] = version
+        else:
+            self.weight_version = version
+        self.is_usable = True
 
     def pause_generation(self) -> None:
         """Pause all responses at the next token until `resume_generation`; they keep their KV cache."""

@@ -280,7 +280,7 @@ class RolloutRunner:
         """Reopen all gates, that of the stream with a new client if `reconnect`."""
         self._is_asleep = False
         for gate, client in self._client_by_gate.items():
-            client.weight_version = self._engine.weight_version
+            client.weight_version = self._engine.version_of(self._adapter)
             gate.reopen()
         if self._stream is not None and reconnect:
             assert self._stream_task is not None and self._client is not None
@@ -290,7 +290,7 @@ class RolloutRunner:
             await self._stream.reconnect(client, self._make_context(client, self._config))
             self._run_stream(self._stream, client)
         elif self._stream is not None and self._client is not None:
-            self._client.weight_version = self._engine.weight_version
+            self._client.weight_version = self._engine.version_of(self._adapter)
             await self._stream.resume()
         if self._is_paused:
             self._is_paused = False

@@ -408,7 +408,7 @@ class RolloutWorker(Worker):
         if not config.asynchronous:
             return
         engine = self.engines.engine
-        is_same_version = engine is not None and engine.weight_version == self.version
+        is_same_version = engine is not None and engine.version_of(self.engines.adapter) == self.version
         # If the engine has used this version before, its KV cache, which is salted by the version, must not be reused.
         mode = "retract" if is_same_version and config.on_weight_sync == "in_place" else config.on_weight_sync
         with self.clock.span("training", WAIT):

@@ -88,7 +88,7 @@ class WeightSync:
         """Sends all weights; with `rollout.sync_adapters_only` only for comparison."""
         self.adapter_executor: Executor | None = None
         self._adapter_orders: dict[str, list[tuple[dict[str, Any], bool]]] = {}
-        """The orders "keep" and "merge" for this rank's engine, built once per plan, see `_list_adapter_orders`."""
+        """The orders to "prepare" and "merge" for this rank's engine, built per plan, see `_list_adapter_orders`."""
         self.num_syncs = 0
         """Syncs since `verify_next`; counted on all ranks, including non-members."""
         self.is_checked = False
@@ -171,7 +171,7 @@ class WeightSync:
         if self.external is not None:
             self.external.commit(version if succeeded else None)
         end_problems, lost_at_end = self._gather_live_problems(
-            self._run_on_engine(lambda engine: engine.end_update(version if succeeded else None))
+            self._run_on_engine(lambda engine: engine.end_update(version if succeeded else None, self.adapter))
         )
         if problems := problems + end_problems:
             raise ConfigError(f"{where}: {problems[0]}")
@@ -203,7 +203,8 @@ class WeightSync:
 
     def _gather_engines(self) -> list[Any]:
         """Return weight version and start number of each rank's engine, if the rank leads one."""
-        return self._gather(None if self.engine is None else (self.engine.weight_version, self.engine.start_number))
+        engine = self.engine
+        return self._gather(None if engine is None else (engine.version_of(self.adapter), engine.start_number))
 
     @property
     def sync_executor(self) -> Executor | None:
@@ -251,8 +252,8 @@ class WeightSync:
             layout = self.plan.engine
             plan = build_plan(self.hf, self.config, layout, self.train_ranks, self.engine_ranks, adapters=True)
             self.adapter_executor = self._make_executor(plan)
-            self._adapter_orders = {action: list(self._list_adapter_orders(action)) for action in ("keep", "merge")}
-        for order, draft in self._adapter_orders["keep"]:
+            self._adapter_orders = {action: list(self._list_adapter_orders(action)) for action in ("prepare", "merge")}
+        for order, draft in self._adapter_orders["prepare"]:
             self._send_order(sender, order, draft)
         self._run_executor(self.adapter_executor, self._split(local)[1], sender, version, self.external)
         for order, draft in self._adapter_orders["merge"]:
@@ -274,8 +275,8 @@ class WeightSync:
         return local.weights, local.adapters if self.adapted else local
 
     def _list_adapter_orders(self, action: str) -> Iterator[tuple[dict[str, Any], bool]]:
-        """Yield the order to keep (or to select an adapter that is served) or to merge for each model of this rank's
-        engine, and whether it is the draft."""
+        """Yield the order to "prepare" (to keep the base weights, or to select an adapter that is served) or to "merge"
+        for each model of this rank's engine, and whether it is the draft."""
         if self.engine_rank is None:
             return
         layout, lora, dtype = self.plan.engine, self.config.lora, self.config.model.dtype
@@ -294,7 +295,7 @@ class WeightSync:
             if self.adapter:
                 yield {"do": "select", "adapter": self.adapter, "factors": factors}, draft
             else:
-                yield {"do": action, "tensors": names, "factors": factors}, draft
+                yield {"do": "keep", "tensors": names, "factors": factors}, draft
 
     def _is_compared(self, param: Param) -> bool:
         """Return whether the engines must have the bits of this weight that the trainer would send."""

@@ -36,6 +36,8 @@ _SAME_NAMES = frozenset(
 _ALL_TOKENS = (-1, 1 << 30)
 """Values of SGLang's top_k that mean all tokens; vLLM's is 0."""
 _POLL_S = 0.2
+_START_VERSION = "0"
+"""Weight version of an adapter that no weight sync has written since the engine's start."""
 
 
 def preload() -> None:
@@ -92,7 +94,8 @@ class Server:
         config = arguments.create_engine_config()
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # the CPU platform has set spawn
         self._engine = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
-        self._version = settings["weight_version"]
+        self._versions: dict[str, str] = {}
+        """Weight version of each adapter, and of the base weights as ""; the engine labels tokens with all of them."""
         self._numbers = itertools.count()
         self._adapters: dict[str, Any] = {}
         self._parsers = ParserProcess(settings["parser_python"])
@@ -100,7 +103,7 @@ class Server:
 
     async def run(self) -> None:
         """Serve until the engine dies, which ends this process with status 1."""
-        await self._engine.update_weight_version(self._version)
+        await self._set_version("", self._settings["weight_version"])
         async with self._parsers:
             marker = await self._parsers.find_marker(self._settings["tool_call_parser"])
             Path(self._settings["facts"]).write_text(json.dumps({"tool_call_marker": marker}))
@@ -193,15 +196,15 @@ class Server:
         return response
 
     def _find_adapter(self, name: str | None) -> Any:
-        """Return vLLM's request for the adapter that a request names, by SGLang's `lora_path`."""
+        """Return vLLM's request for the adapter that a request names, by SGLang's `lora_path`; None for the base
+        weights."""
         from vllm.lora.request import LoRARequest
 
         limit = self._settings["adapters"]
-        if bool(limit) != bool(name):
-            # On a CPU, vLLM would give a request without one the last adapter if the batch has others.
-            raise Refused(400, "lora_path is missing" if limit else "lora_path: this engine serves no adapters")
         if not name:
             return None
+        if not limit:
+            raise Refused(400, "lora_path: this engine serves no adapters")
         if name not in self._adapters:
             if len(self._adapters) == limit:
                 raise Refused(400, f"lora_path {name}: the engine serves {', '.join(self._adapters)} and no more")
@@ -211,9 +214,14 @@ class Server:
     def _make_answer(self, body: Mapping[str, Any], output: Any) -> dict[str, Any]:
         """Return SGLang's JSON for an output of vLLM's."""
         completion = output.outputs[0]
-        ids = list(completion.token_ids)
-        versions = completion.weight_versions or ()
-        spans = [{"version": span.version, "start": span.start, "end": span.end} for span in versions]
+        ids, adapter = list(completion.token_ids), body.get("lora_path") or ""
+        spans: list[dict[str, Any]] = []
+        for span in completion.weight_versions or ():
+            version = orjson.loads(span.version).get(adapter, _START_VERSION)
+            if spans and spans[-1]["version"] == version:  # another adapter has got weights
+                spans[-1]["end"] = span.end
+            else:
+                spans.append({"version": version, "start": span.start, "end": span.end})
         logprobs = completion.logprobs.logprobs if completion.logprobs is not None else []
         reason = completion.finish_reason
         finish = None if reason is None else {"type": reason, "message": "aborted by request"}
@@ -221,7 +229,7 @@ class Server:
             "prompt_tokens": len(output.prompt_token_ids),
             "cached_tokens": output.num_cached_tokens or 0,
             "finish_reason": finish,
-            "weight_version": spans[-1]["version"] if spans else self._version,
+            "weight_version": spans[-1]["version"] if spans else self._versions.get(adapter, _START_VERSION),
         }
         if len(spans) > 1:
             meta["weight_versions"] = spans
@@ -240,10 +248,8 @@ class Server:
         return {"output_ids": ids, "meta_info": meta}
 
     async def abort_request(self, request: web.Request) -> web.Response:
-        """Abort all requests, or those of an adapter; each is answered with what it has generated."""
-        name, states = (await request.json()).get("lora_path"), self._engine.output_processor.request_states
-        chosen = [number for number, state in states.items() if name in (None, state.lora_name)]
-        await self._engine.abort(chosen, internal=True)
+        """Abort all requests; each is answered with what it has generated."""
+        await self._engine.abort(list(self._engine.output_processor.request_states), internal=True)
         return _reply({})
 
     async def parse_function_call(self, request: web.Request) -> web.Response:
@@ -298,10 +304,14 @@ class Server:
         return _reply({})
 
     async def update_weight_version(self, request: web.Request) -> web.Response:
-        """Set the version that later tokens are labelled with."""
-        self._version = str((await request.json())["new_version"])
-        await self._engine.update_weight_version(self._version)
+        """Set the version that later tokens are labelled with, of an adapter if the request names one."""
+        body = await request.json()
+        await self._set_version(body.get("lora_path") or "", str(body["new_version"]))
         return _reply({})
+
+    async def _set_version(self, adapter: str, version: str) -> None:
+        self._versions[adapter] = version
+        await self._engine.update_weight_version(orjson.dumps(self._versions).decode())
 
     # --- state
 
@@ -312,7 +322,7 @@ class Server:
 
     async def model_info(self, request: web.Request) -> web.Response:
         """Answer with the weight version, without asking the engine core."""
-        return _reply({"weight_version": self._version})
+        return _reply({"weight_version": self._versions[""]})
 
 
 def _reply(content: Mapping[str, Any], status: int = 200) -> web.Response:
