@@ -178,8 +178,6 @@ def _check_adapters(hf: HFConfig, config: Config) -> None:
             f"{key} with a model with experts: vLLM's experts with adapters need Triton, so a GPU; set it to 0, which "
             "merges adapters, or use a dense model"
         )
-    if config.rollout.num_speculative_tokens:
-        raise ConfigError(f"{key} with rollout.num_speculative_tokens is not implemented; set one of them to 0")
     if config.lora.rank > MAX_LORA_RANKS[-1]:
         raise ConfigError(
             f"{key} with lora.rank={config.lora.rank}: vLLM serves ranks up to {MAX_LORA_RANKS[-1]}; lower the rank, "

@@ -82,7 +82,6 @@ def test_refuses_in_one_line(case: str) -> None:
             4,
             "rollout.max_loras=2 with a model with experts: vLLM's experts with adapters need Triton",
         ),
-        ({}, {"num_speculative_tokens": 2}, 4, "rollout.max_loras=2 with rollout.num_speculative_tokens is not"),
         ({}, {}, 1000, "with lora.rank=1000: vLLM serves ranks up to 512"),
         (
             {},
@@ -92,7 +91,7 @@ def test_refuses_in_one_line(case: str) -> None:
         ),
         ({}, {"engine": "sglang"}, 4, "rollout.max_loras=2 with rollout.engine=sglang is not implemented"),
     ],
-    ids=["experts", "drafts", "a large rank", "a managed setting", "SGLang"],
+    ids=["experts", "a large rank", "a managed setting", "SGLang"],
 )
 def test_refuses_adapters(hf: dict[str, Any], rollout: dict[str, Any], rank: int, message: str) -> None:
     hf, config = make(hf, {"max_loras": 2, **rollout}, lora={"rank": rank})
