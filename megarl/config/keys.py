@@ -446,7 +446,8 @@ class RolloutConfig:
     """With `lora.rank`: adapters that an engine serves at once, one for each policy (vLLM's name). The policies of a
     controller with several then share the engines of the first, which hold the weights of `model.path` once; weight
     syncs send the adapters alone, and requests name theirs. 0: each policy has engines of its own, with its adapters
-    merged. With `rollout.engine=vllm` and dense models."""
+    merged. With `rollout.engine=vllm` and dense models, on CPUs only, not with `external`, nor with `asynchronous` for
+    several policies. A value above the number of policies only costs memory."""
     replay: PathStr = ""
     """Run folder whose recorded rollouts are used instead of generating: for training without engines, debugging and
     exact repeats. Each generation of a step gets the rollouts of the same generation of the recorded step, however they
