@@ -119,12 +119,14 @@ def check_served_adapters(config: Config, declared: Requirements) -> None:
         raise ConfigError(f"{key} with algorithm={declared.name}: nothing trains adapters here; set it to 0")
     if len(actors) > rollout.max_loras:
         raise ConfigError(f"{key} is fewer than the policies, {', '.join(actors)}; set it to {len(actors)}")
-    if rollout.external:
-        raise ConfigError(f"rollout.external with {key} is not implemented; set the second to 0")
+    for role, other in rollout_settings(config, declared.roles).items():
+        if other.external:
+            external = engine_key(config, role, "external")
+            raise ConfigError(f"{external} with {key} is not implemented; remove it, or set that to 0")
     if rollout.asynchronous and len(actors) > 1:
         raise ConfigError(
-            f"rollout.asynchronous with {key}: policies share engines, whose tokens have one weight version at a time, "
-            "and are not synced at once; set one of them to false or 0"
+            f"rollout.asynchronous with {key}: policies share engines, and a weight sync of one would pause or abort "
+            "the requests of the others; set one of them to false or 0"
         )
     placement = placement_of(config)
     for actor in actors[1:]:

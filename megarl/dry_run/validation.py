@@ -331,6 +331,7 @@ def check_step(hf: HFConfig, config: Config, declared: Requirements) -> None:
     checks.check_schedule(config, declared)
     checks.check_batch(config, declared, [])
     rollout_checks.check_external(config, declared)
+    rollout_checks.check_served_adapters(config, declared)
     if declared.has_rollout:
         engine_backend(config).check_sampling(config)
         checks.check_lengths(hf, config, [])

@@ -23,6 +23,7 @@ from megarl.dry_run.rollout_checks import (
     check_oversampling,
     check_served_adapters,
 )
+from megarl.dry_run.validation import check_step
 from megarl.engine.sglang.server_args import check_sampling
 from megarl.types.requirements import Requirements
 
@@ -205,7 +206,14 @@ def test_policies_share_engines_that_serve_their_adapters() -> None:
         (served({"max_loras": 1}), "rollout.max_loras=1 is fewer than the policies, actor, actor_b; set it to 2"),
         (served(algorithm="generate"), "rollout.max_loras=2 with algorithm=generate: nothing trains adapters here"),
         (served({"external": ["10.0.0.5:7000"]}), "rollout.external with rollout.max_loras=2 is not implemented"),
-        (served({"asynchronous": True}), "rollout.asynchronous with rollout.max_loras=2: .* one weight version at a"),
+        (
+            served(roles={"rollout_b": {"rollout": {"external": ["10.0.0.5:7000"]}}}),
+            "roles.rollout_b.rollout.external with rollout.max_loras=2 is not implemented",
+        ),
+        (
+            served({"asynchronous": True}),
+            "rollout.asynchronous with rollout.max_loras=2: .* would pause or abort the requests of the",
+        ),
         (served(roles={"actor_b": {"model": "/other"}}), "roles.actor_b.model with .*: engines serve adapters of one"),
         (
             served(roles={"rollout_b": {"rollout": {"max_context": 99}}}),
@@ -223,6 +231,12 @@ def test_refuses_policies_with_other_engines(config: Config, message: str) -> No
     assert "\n" not in str(error.value)
 
 
-def test_engines_of_several_policies_may_generate_ahead_for_one() -> None:
+def test_an_engine_that_is_added_during_the_run_is_refused_beside_adapters() -> None:
+    config = served({"external": ["10.0.0.5:7000"]})
+    with pytest.raises(ConfigError, match="rollout.external with rollout.max_loras=2 is not implemented"):
+        check_step({}, config, load_requirements(config))
+
+
+def test_one_policy_with_an_adapter_may_be_asynchronous() -> None:
     config = served({"max_loras": 1, "asynchronous": True}, algorithm="grpo")
     check_served_adapters(config, load_requirements(config))
