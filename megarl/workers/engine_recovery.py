@@ -81,13 +81,13 @@ class EngineRecovery:
         if self._engine_restart is not None and self._is_lead:
             if should_check:
                 self._engine_restart.check()
+            assert self._engine_index is not None
+            # Read before the error, which is set before a restart begins: a restart without its error would be lost.
+            start = self._engine_index, self._engine_restart.engine.start_number, self._engine_restart.is_pending
             if (engine_error := self._engine_restart.pop_error()) is not None:
-                assert self._engine_index is not None
                 local_loss = _EngineLoss(
                     self._engine_index, engine_error.fault, str(engine_error), engine_error.detection_delay
                 )
-            assert self._engine_index is not None
-            start = self._engine_index, self._engine_restart.engine.start_number, self._engine_restart.is_pending
         reports = ranks.all_gather_objects((error, local_loss, start))
         if errors := [text for text, *_ in reports if text]:
             raise ConfigError(errors[0])

@@ -132,6 +132,54 @@ def test_same_fault_twice_without_a_step_ends_the_run(monkeypatch: pytest.Monkey
         assert errors[0] == ""
 
 
+@pytest.mark.parametrize("when", ["before the error is read", "after it is read"])
+def test_a_loss_while_losses_are_exchanged_is_recorded_once(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    class LostMeanwhile(FakeEngineRestart):
+        def lose(self) -> None:  # as `EngineRestart.report_lost` in another thread
+            if not self.is_pending:
+                self.lost, self.is_pending = EngineLost("died", "engine 1 is not running"), True
+
+        def pop_error(self) -> EngineLost | None:
+            if when == "before the error is read":
+                self.lose()
+            result = super().pop_error()
+            self.lose()
+            return result
+
+    def work(rank: int, recovery: EngineRecovery, restart: FakeEngineRestart) -> Any:
+        if rank == 1:
+            restart.__class__ = LostMeanwhile
+        first = recovery.exchange_losses(), set(recovery.restarting)
+        assert first == ((True, {1}) if when == "before the error is read" else (False, set()))
+        assert recovery.exchange_losses() == (not first[0])
+        return recovery.restarting, recovery.restarts
+
+    *states, _ = run_on_ranks(monkeypatch, work)
+    assert states == [({1}, 1)] * 3
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_an_engine_lost_for_one_policy_lacks_the_weights_of_the_other(
+    monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
+    def work(rank: int, recovery: EngineRecovery, restart: FakeEngineRestart) -> None:
+        other = EngineRecovery(Config(), 2, recovery._engine_index, restart, restart is not None, lambda line: None)
+        assert not other.exchange_losses()
+        if rank == 1:  # it has been lost for the first policy, which has begun its restart
+            restart.engine.start_number, restart.is_pending = 2, not waits
+        assert not other.exchange_losses()
+        assert (other.restarting, other.unsynced) == ((set(), {1}) if waits else ({1}, set()))
+        if not waits:
+            if rank == 1:
+                restart.is_pending = False
+            other.wait_restarts()
+            assert (other.restarting, other.unsynced) == (set(), {1})
+        other.on_weight_sync(True)
+        assert not other.exchange_losses() and not other.restarting and not other.unsynced
+
+    run_on_ranks(monkeypatch, work)
+
+
 def test_other_failures_raise_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(rank: int, recovery: EngineRecovery, restart: FakeEngineRestart) -> str:
         with pytest.raises(ConfigError) as error:

@@ -56,8 +56,12 @@ def test_sleep_waits_for_running_requests(qwen3_moe: RunningEngine) -> None:
         engine = qwen3_moe.engine
         async with HTTPClient(engine.url, engine.api_key, 60.0) as client:
             params = {"temperature": 1.0, "max_new_tokens": 400, "ignore_eos": True}
-            answers = [asyncio.ensure_future(client.generate([5 + n, 6, 7], params)) for n in range(8)]
-            await asyncio.sleep(0.3)
+            begun = asyncio.Event()
+            answers = [
+                asyncio.ensure_future(client.generate([5 + n, 6, 7], params, on_tokens=lambda ids: begun.set()))
+                for n in range(8)
+            ]
+            await begun.wait()
             assert not any(answer.done() for answer in answers)
             await asyncio.to_thread(engine.sleep)
             return await asyncio.gather(*answers)
