@@ -51,7 +51,8 @@ def test_experts_move_between_steps_and_the_policy_stays(
     assert [step["step"] for step in (*steps, counted)] == [1, 2, 3, 4, 5]
     assert 1 <= counted["rollout/expert_imbalance_placed"] <= counted["rollout/expert_imbalance"]
     assert "rollout/logprob_diff_mean_unreplayed" not in counted
-    assert all(row.rollout.routing is None for row in read_records(run_dir, 5, include_trainer_columns=True))
+    rows = list(read_records(run_dir, 5, include_trainer_columns=True))
+    assert len(rows) == 16 and all(row.rollout.routing is None for row in rows)
     assert [step.get("rollout/engine_restarts", 0) for step in steps] == [0, 1, 0, 0]
     assert max(step["rollout/logprob_diff"] for step in steps) <= 1e-4
     placements = [read_placements(run_dir, step) for step in range(5)]

@@ -54,6 +54,7 @@ from megarl.models.layout_algebra import HFTensor, Param, split_with
 from megarl.models.lora_tables import MergedWeights, adapted_weights, factor_params, merge_adapter
 from megarl.models.registry import family_of
 from megarl.parallel import job_secret, ranks, shared_memory
+from megarl.processes.children import die_with_parent
 from megarl.reshard.plan.adapters import AdapterTable, factor_shapes, list_merges
 from megarl.reshard.plan.bound import compute_bound
 from megarl.reshard.plan.cells import LayerTable
@@ -356,8 +357,8 @@ class External(Reshard):
         self.executor.sync(self.case.local, send, 1, engines.wait, share_buckets=share)
         engines.close_session()
         engines.commit(1)
-        if problems := [line for line in engines.pop_changes() if "is not used" in line]:
-            raise RuntimeError(problems[0])
+        if engines.num_usable != 1:
+            raise RuntimeError("; ".join(engines.pop_changes()))
 
     def find_wrong(self) -> list[str]:
         return super().find_wrong() + self.external_engine.find_wrong()
@@ -497,7 +498,7 @@ class Measured:
         result, problem = None, ""
         try:
             result = work()
-        except Exception as error:  # the other ways go on
+        except Exception as error:  # after a failure of all ranks alike the other ways go on
             problem = f"{type(error).__name__}: {error}".splitlines()[0][:150]
         problems = [text for text in ranks.all_gather_objects(problem) if text]
         if problems:
@@ -524,7 +525,8 @@ class Measured:
         result["cpu_s"].append(sum(row[2] for row in reports))
         result["peak_mib"] = max(row[1] for row in reports) / 2**20
         nodes = wire[:: self.case.ranks_per_node]  # ranks of a node have the same interface
-        result["wire_mib"] = sum(nodes) / 2**20
+        sent = sum(nodes) / 2**20
+        result["wire_mib"] = min(sent, result.get("wire_mib", sent))  # loopback has other programs' traffic, too
 
     def check(self) -> None:
         if "problem" in self.result or self.way is None:
@@ -534,6 +536,7 @@ class Measured:
 
 
 def run_rank(options: argparse.Namespace) -> None:
+    die_with_parent(options.parent)
     torch.manual_seed(0)
     case = Case(options)
     bound = compute_bound(case.hf, case.train, case.engine, case.ranks_per_node, "fp32")
@@ -579,7 +582,16 @@ def start(world: int, nodes: int, options: argparse.Namespace) -> dict[str, Any]
         interface = "lo" if nodes == 1 else f"megarl{node}"
         prefix = [] if nodes == 1 else ["ip", "netns", "exec", f"megarl{node}"]
         environment = {"RANK": str(rank), "LOCAL_RANK": str(rank % ranks_per_node), "GLOO_SOCKET_IFNAME": interface}
-        arguments = ["--interface", interface, "--nodes", str(nodes), "--ways", *options.ways]
+        arguments = [
+            "--interface",
+            interface,
+            "--parent",
+            str(os.getpid()),
+            "--nodes",
+            str(nodes),
+            "--ways",
+            *options.ways,
+        ]
         for name in ("repeats", "hidden", "changed", "lora", "timeout"):
             arguments += [f"--{name}", str(getattr(options, name))]
         command = [*prefix, sys.executable, __file__, *arguments]
@@ -591,6 +603,7 @@ def start(world: int, nodes: int, options: argparse.Namespace) -> dict[str, Any]
         while any(process.poll() is None for process in processes) and not any(p.returncode for p in processes):
             time.sleep(0.1)  # each wait of a rank for another ends after --timeout
     finally:
+        ended = [process.poll() for process in processes]
         for process in processes:
             process.kill()
             process.wait()
@@ -601,8 +614,12 @@ def start(world: int, nodes: int, options: argparse.Namespace) -> dict[str, Any]
     results = [line for line in outputs[0] if line.startswith("RESULT ")]
     if results and not any(process.returncode for process in processes):
         return dict(json.loads(results[-1].removeprefix("RESULT ")))
-    failed = [lines[-1] for lines, process in zip(outputs, processes, strict=True) if process.returncode > 0 and lines]
-    raise ConfigError(f"the ranks failed: {failed[0][:300] if failed else 'without a message'}")
+    failed = [lines[-1] for lines, status in zip(outputs, ended, strict=True) if status and status > 0 and lines]
+    remedy = "perhaps for lack of memory: lower --hidden, or name fewer --ways"
+    killed = [
+        f"rank {rank} was ended by signal {-code}, {remedy}" for rank, code in enumerate(ended) if code and code < 0
+    ]
+    raise ConfigError(f"the ranks failed: {[*failed, *killed, 'without a message'][0][:300]}")
 
 
 def network(gbit: float) -> Callable[[], None]:
@@ -610,9 +627,13 @@ def network(gbit: float) -> Callable[[], None]:
     Raises ConfigError."""
 
     def command(line: str, check: bool = True) -> None:
-        process = subprocess.run(line.split(), capture_output=True, text=True)
+        needs = "--nodes 2 needs root, iproute2 and a kernel with tbf"
+        try:
+            process = subprocess.run(line.split(), capture_output=True, text=True)
+        except FileNotFoundError as error:
+            raise ConfigError(f"{needs}: {error}") from None
         if check and process.returncode:
-            raise ConfigError(f"--nodes 2 needs root, iproute2 and a kernel with tbf: {line}: {process.stderr.strip()}")
+            raise ConfigError(f"{needs}: {line}: {process.stderr.strip()}")
 
     def remove() -> None:
         for node in (0, 1):
@@ -631,9 +652,9 @@ def network(gbit: float) -> Callable[[], None]:
             command(f"{in_namespace} ip link set megarl{node} up")
             command(f"{in_namespace} ip link set lo up")
             command(f"{in_namespace} tc qdisc add dev megarl{node} root tbf rate {gbit}gbit burst 1mb latency 50ms")
-    except (ConfigError, FileNotFoundError) as error:
+    except ConfigError:
         remove()
-        raise ConfigError(str(error)) from None
+        raise
     return remove
 
 
@@ -675,7 +696,8 @@ def parse() -> argparse.Namespace:
         help="seconds that a rank waits for another, while all of them start or in a sync",
     )
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--interface", help=argparse.SUPPRESS)  # of a rank, which this program starts
+    parser.add_argument("--interface", help=argparse.SUPPRESS)  # this and the next of a rank, which this program starts
+    parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 

@@ -60,14 +60,15 @@ _HOST_SETTINGS = {
 
 def describe_engine(config: Config) -> dict[str, Any]:
     """Return what a run and its external engines must have in common, by key."""
-    rollout, train = config.rollout, config.train
+    rollout = config.rollout
     hf = json.dumps(load_hf_config(config.model.path), sort_keys=True)
     values: dict[str, Any] = {"version of MegaRL": __version__}
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # an engine of the user's own
         values[f"version of {rollout.engine}"] = importlib.metadata.version(rollout.engine).partition("+")[0]
     values |= {"config.json of model.path": hashlib.blake2b(hf.encode(), digest_size=16).hexdigest()}
     values |= {"model.dtype": config.model.dtype, "model.megatron": config.model.megatron}
-    values |= {"train.routing_replay": train.routing_replay, "train.sparse_index_replay": train.sparse_index_replay}
+    values |= {"record of routing (train.routing_replay or rollout.rebalance_experts_every)": config.records_routing}
+    values |= {"train.sparse_index_replay": config.train.sparse_index_replay}
     values |= {"rollout.sync_adapters_only": syncs_adapters(config)}
     if syncs_adapters(config):  # the shapes of the factors that an engine has
         values |= {"lora.rank": config.lora.rank, "lora.target_modules": list(config.lora.target_modules)}
@@ -172,7 +173,7 @@ class ExternalServer:
         run = dataclasses.replace(config.run, dir=str(folder))
         self._config = config = dataclasses.replace(config, parallel=parallel, placement={}, run=run)
         hf = load_hf_config(config.model.path)
-        self._routing = routing_shape(hf, config.model.megatron) if config.train.routing_replay else None
+        self._routing = routing_shape(hf, config.model.megatron) if config.records_routing else None
         self._indices = index_shape(hf, config)
         self._backend = engine_backend(config)
         self._has_draft = self._backend.layout(hf, config).draft

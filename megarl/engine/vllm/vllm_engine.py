@@ -104,7 +104,7 @@ class VLLMEngine(HTTPEngine):
             "request_timeout": config.rollout.request_timeout,
             "weight_version": str(self.weight_version),
             "threads": int(environment["OMP_NUM_THREADS"]),
-            "routing": config.train.routing_replay,
+            "routing": config.records_routing,
             "adapters": config.rollout.max_loras if serves else 0,
             "lora": {"rank": config.lora.rank, "scale": config.lora.scale} if serves else None,
             "parser_python": sys.executable,
