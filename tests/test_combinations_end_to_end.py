@@ -88,7 +88,7 @@ def test_trains_two_steps(request: pytest.FixtureRequest, folder: Path, tmp_path
     is_vllm = run["engine"] == "vLLM"
     host = request.getfixturevalue("vllm_host").path if is_vllm else request.getfixturevalue("host")
     disk = str(tmp_path) if number % 2 else ""
-    settings, is_replayed = overrides_of(folder, run, port, disk), number % 5 == 1
+    settings, is_replayed = overrides_of(folder, run, port, disk), number % 10 == 1
     has_external = run["pool"] != "of the job"
     _, _, _, config, *served = build_command(folder, tmp_path / "run", *settings)
     external = external_engine.serve(config, f"127.0.0.1:{port}", tmp_path / "external", served, with_host(host))
