@@ -1,5 +1,5 @@
 """Two steps of each run of `tools/combinations.py`, in which every two settings of different features meet, and a
-bitwise replay of every fifth.
+bitwise replay of every tenth.
 
 The policy is a tiny DeepSeek-V3 with a layer of multi-token prediction, in fp32.
 """
