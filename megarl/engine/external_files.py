@@ -29,16 +29,16 @@ def hash_data(data: torch.Tensor) -> bytes:
 class WeightFiles:
     """The files of one rank, one at a time.
 
-    folder: created if it is missing. prefix: of the files' names; unique among the ranks that use the folder. Files
-    that a killed rank has left are removed.
+    folder: created if it is missing. prefix: of the files' names; unique among the ranks that use the folder.
+    leftovers: beginning of the names of files that a killed run has left, which one rank removes; empty for none.
     """
 
-    def __init__(self, folder: Path, prefix: str) -> None:
+    def __init__(self, folder: Path, prefix: str, leftovers: str = "") -> None:
         self._folder, self._prefix = folder, prefix
         self._path: Path | None = None
         with contextlib.suppress(OSError):  # then `store` says what is wrong
             folder.mkdir(parents=True, exist_ok=True)
-            for old in folder.glob(f"{prefix}-*{SUFFIX}"):
+            for old in folder.glob(f"{leftovers}*{SUFFIX}") if leftovers else ():
                 old.unlink()
 
     def store(self, data: torch.Tensor) -> str:

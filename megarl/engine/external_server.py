@@ -71,7 +71,7 @@ def describe_engine(config: Config) -> dict[str, Any]:
     values |= {"train.sparse_index_replay": config.train.sparse_index_replay}
     values |= {"rollout.sync_adapters_only": syncs_adapters(config)}
     if syncs_adapters(config):  # the shapes of the factors that an engine has
-        values |= {"lora.rank": config.lora.rank, "lora.target_modules": list(config.lora.target_modules)}
+        values |= {"lora.rank": config.lora.rank, "lora.target_modules": sorted(config.lora.target_modules)}
     names = ("engine", "tp", "ep", "num_speculative_tokens", "max_context", "top_p", "top_k", "min_p")
     experts = "num_redundant_experts", "rebalance_experts_every"
     values |= {f"rollout.{name}": getattr(rollout, name) for name in (*names, *experts)}
@@ -106,8 +106,8 @@ def check_weights_folder(folder: str) -> None:
     if folder and not (os.path.isdir(folder) and os.access(folder, os.R_OK | os.X_OK)):
         fault = "this user may not read it" if os.path.isdir(folder) else "there is no such folder on this machine"
         raise ConfigError(
-            f"rollout.external_weights_dir={folder}: {fault}; name the folder that the run writes to, as this machine "
-            "sees it"
+            f"rollout.external_weights_dir={folder}: {fault}; create it, or name the folder that the run writes to, as "
+            "this machine sees it"
         )
 
 
@@ -374,7 +374,7 @@ class _WeightSync:
 
     {"do": "ping"}: nothing.
     {"do": "begin"}: begins a weight sync.
-    {"do": "order", "order": order, "draft": bool}: an order of `weight_loader.py` without data, to all ranks alike:
+    {"do": "order", "order": order, "draft": bool}: an order of `weight_loader.py` without data, on every rank:
     keep, merge, or finish. Not between "open" and "close".
     {"do": "open", "bytes": n}: opens a session with a bucket of n bytes.
     {"do": "write", "order": order, "draft": bool, "bytes": n, "hash": h}, and n bytes with the hash h of `hash_data`:

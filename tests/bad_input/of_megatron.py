@@ -62,7 +62,7 @@ CASES = [
     ddp_case("overlap_grad_reduce", "3", "true or false"),
     ddp_case("overlap_gradreduce", "true", "did you mean overlap_grad_reduce?"),
     ddp_case("use_distributed_optimizer", "false", "always on"),
-    ddp_case("data_parallel_sharding_strategy", "3", "text"),
+    ddp_case("data_parallel_sharding_strategy", "3", "train.fsdp shards weights"),
     ddp_case("num_distributed_optimizer_instances", "two", "whole number"),
     Case("megatron is a list", ("model.megatron", "mapping"), ("model.megatron=[a]",)),
     Case("ddp is a number", ("train.ddp", "mapping"), ("train.ddp=3",)),

@@ -135,7 +135,7 @@ class Served:
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Served:
     """A server of a stub engine, which ends with this process. Its weights arrive over TCP, or in a folder "disk"."""
     monkeypatch.setenv(job_secret.EXTERNAL_SECRET_ENV, "a secret of this test alone")
-    monkeypatch.setattr(external_server, "_SESSION_END_S", 0.5)
+    monkeypatch.setattr(external_server, "_SESSION_END_S", 30.0)  # a busy machine needs longer
     backend = StubBackend()
     monkeypatch.setattr(external_server, "engine_backend", lambda config: backend)
     (tmp_path / "config.json").write_text(json.dumps(QWEN2))
@@ -368,6 +368,34 @@ def test_an_engine_that_does_not_find_its_weights_says_so(served: Served, run: R
     assert run.sync(2) and run.ranks[0].num_usable == 1
 
 
+@pytest.mark.parametrize("served", ["disk"], indirect=True)
+def test_files_of_weights_are_removed_at_the_end_and_by_the_next_run(served: Served, run: Run, tmp_path: Path) -> None:
+    """Also those of a run that was killed with more ranks; another run's stay."""
+    files = run.ranks[1]._files
+    assert files is not None
+    left, other = tmp_path / "disk" / f"{files._prefix}9-killed.weights", tmp_path / "disk" / "megarl-other.weights"
+    files.store(torch.zeros(4, dtype=torch.uint8))  # a weight sync that an error ends
+    run.close()
+    assert list((tmp_path / "disk").iterdir()) == []
+    left.touch(), other.touch()
+    Run(served.config).close()
+    assert list((tmp_path / "disk").iterdir()) == [other]
+
+
+@pytest.mark.parametrize("served", ["disk"], indirect=True)
+def test_a_folder_that_hangs_costs_the_engine_alone(served: Served, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    release = threading.Event()
+    monkeypatch.setattr(WeightFiles, "store", lambda files, data: release.wait(30) and "late")
+    for rank in run.ranks:
+        rank._timeout = 0.2
+    try:
+        assert run.sync(1)
+    finally:
+        release.set()
+    (line,) = run.ranks[0].pop_changes()
+    assert "the run has not written its weights in 0.2 s, see rollout.external_weights_dir" in line
+
+
 def share(run: Run, work: Callable[[SharedClient, StubClient], Any]) -> Any:
     """Run `work` with a client that shares requests between a stub of the run's own engine and the external one."""
 
@@ -515,10 +543,10 @@ def test_an_engine_that_hangs_delays_few_weight_syncs(served: Served, monkeypatc
 
     def open_slowly(engines: ExternalEngines, engine: ExternalEngine) -> None:
         tried.append(engine.address)
-        time.sleep(0.02 if engine.address.endswith("1") else 0)
+        time.sleep(0.35 if engine.address.endswith("1") else 0)
         raise WireError("nothing answers")
 
-    monkeypatch.setattr(external_engines, "_SLOW_S", 0.015)
+    monkeypatch.setattr(external_engines, "_SLOW_S", 0.3)
     monkeypatch.setattr(ExternalEngines, "_open", open_slowly)
     run = Run(served.config)
     run.on_all(lambda number, rank: rank.set_addresses(["10.0.0.5:1", "10.0.0.5:2"]))
@@ -566,8 +594,7 @@ def test_the_next_session_begins_after_the_engine_was_reset(
 
     monkeypatch.setattr(served.engine, "abort_requests", abort_requests)
     monkeypatch.setattr(served.engine, "begin_update", begin)
-    for name in ("_SESSION_LOSS_S", "_SESSION_END_S"):  # a busy machine needs longer
-        monkeypatch.setattr(external_server, name, 30.0)
+    monkeypatch.setattr(external_server, "_SESSION_LOSS_S", 30.0)
     run.close()
     second = Run(served.config)
     assert second.sync(2) and orders == ["reset", "begin"]
