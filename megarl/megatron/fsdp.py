@@ -1,9 +1,9 @@
 """Megatron-FSDP: weights, gradients and optimizer states sharded over data parallel ranks (ZeRO-3).
 
 Each rank keeps a range of the rows of every parameter. A layer's weights are gathered for its forward and its backward
-pass and then dropped, and its gradients are reduced and scattered in the backward pass. Embedding, final norm and
-output layer are gathered for a whole pass. Between passes nothing is gathered: a parameter has its whole shape, but no
-memory.
+pass and then dropped, and its gradients are reduced and scattered in the backward pass. What is outside of layers
+(embedding, final norm, output layer, vision tower) is gathered for a whole pass. Between passes nothing is gathered: a
+parameter has its whole shape, but no memory.
 """
 
 from __future__ import annotations
@@ -65,6 +65,16 @@ class ShardedModel(FullyShardedDataParallel):  # type: ignore[misc]
         return FSDPDistributedIndex(
             device_mesh=_make_mesh(data, self.tp_group), dp_shard_dim="dp_cp", tp_dim="tp", expt_device_mesh=experts
         )
+
+    def forward(self, *inputs: Any, **arguments: Any) -> Any:
+        """Run the model, after gathering what is outside of its layers on all ranks alike.
+
+        Log-probs use the output layer's weight without calling its module, and a vision tower runs only where there are
+        images.
+        """
+        outside = [param for group in self._groups if group.fsdp_unit_id is None for param in group.params]
+        self.module.all_gather_and_wait_parameters_ready(outside, prefetch=False)
+        return super().forward(*inputs, **arguments)
 
     @property
     def _groups(self) -> list[Any]:
@@ -194,8 +204,8 @@ def gathered(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Gather the parameters of chunks with FSDP within the block, which is collective over data parallel ranks."""
     with ExitStack() as stack:
         for chunk in sharded_chunks(chunks):
-            stack.callback(chunk.release)
             chunk.gather()
+            stack.callback(chunk.release)
         yield
 
 

@@ -285,6 +285,17 @@ class OutputReader:
         logprobs, entropy = (None if x is None else micro.align(_gather_context(micro, x)) for x in outputs)
         return ModelOutput(logprobs=logprobs, entropy=entropy)
 
+    def empty_loss(self, emitted: torch.Tensor) -> torch.Tensor:
+        """Return the loss of a micro-batch without sequences, zero, with a gradient of zero for all parameters.
+
+        With FSDP, the output layer's must come first as elsewhere: it decides the order of the peers' collectives.
+        """
+        loss = emitted.float().sum() * 0.0
+        if self.sharded is not None and self.role == "actor":
+            loss = loss + self._output_weight()[:1].sum().float() * 0.0
+            self.sharded.begin_backward_with([loss])
+        return loss
+
     def mtp_loss(self, micro: MicroBatch, emitted: torch.Tensor, loss_weights: torch.Tensor) -> torch.Tensor:
         """Return the cross-entropy of the MTP layers' predictions, averaged over layers, as a scalar.
 

@@ -200,6 +200,7 @@ class MegatronModel:
 
         With `train.fsdp` this gathers all weights, which is collective over the model's ranks.
         """
+        self._weight_offload.onload()
         return fsdp.gathered(self.chunks)
 
     def local_adapters(self) -> dict[str, torch.Tensor]:
@@ -410,7 +411,7 @@ class MegatronModel:
             token_count = 0 if self.ranks.cp_rank else len(micro.unpadded_indices)  # each token is counted once
             tokens = torch.tensor(token_count, dtype=torch.int, device=emitted.device)
             if not micro.indices:  # an empty micro-batch, so that this rank joins its peers' collectives
-                return emitted.float().sum() * 0.0, tokens, {}
+                return self._reader.empty_loss(emitted), tokens, {}
             part = micro.loss_batch(loss_fn)
             assert part.loss_weights is not None
             output = self._reader.read(micro, emitted, temperature)

@@ -87,6 +87,11 @@ DDP_FORBIDDEN = {
     "average_in_collective": "losses are sums over tokens",
     "use_megatron_fsdp": "set train.fsdp",
     "use_custom_fsdp": "set train.fsdp",
+    "outer_dp_sharding_strategy": "train.fsdp shards over all data parallel ranks",
+    "fsdp_all_gather_in_start_param_sync": "train.fsdp sets it",
+    "megatron_fsdp_main_params_dtype": "train.fsdp sets it",
+    "megatron_fsdp_main_grads_dtype": "all gradients are accumulated and reduced in fp32",
+    "megatron_fsdp_grad_comm_dtype": "all gradients are accumulated and reduced in fp32",
     "data_parallel_sharding_strategy": "train.fsdp shards weights, gradients and states, and without it states alone",
     "param_name_patterns_for_fp32_local_accumulation": "all gradients are accumulated and reduced in fp32",
 }

@@ -42,8 +42,10 @@ def test_removes_what_a_killed_rank_has_left(tmp_path: Path) -> None:
     left = WeightFiles(tmp_path, "run-0-1").store(random_bytes(8))
     of_others = [WeightFiles(tmp_path, "run-0-10").store(random_bytes(8)), "a file of the user"]
     (tmp_path / of_others[1]).touch()
-    new = WeightFiles(tmp_path, "run-0-1").store(random_bytes(8))
+    new = WeightFiles(tmp_path, "run-0-1", leftovers="run-0-1-").store(random_bytes(8))
     assert list_names(tmp_path) == sorted([new, *of_others]) and left != new
+    WeightFiles(tmp_path, "run-0-1")
+    assert list_names(tmp_path) == sorted([new, *of_others])
 
 
 @pytest.mark.parametrize("fault", ["missing", "short", "long", "changed", "unreadable", "elsewhere"])
@@ -102,5 +104,7 @@ def test_a_file_that_cannot_be_completed_is_named_and_removed(tmp_path: Path) ->
 def test_the_engines_machine_must_see_the_folder(tmp_path: Path) -> None:
     check_weights_folder("")
     check_weights_folder(str(tmp_path))
-    with pytest.raises(ConfigError, match="external_weights_dir=.*/new: there is no such folder on this machine; name"):
+    with pytest.raises(
+        ConfigError, match="external_weights_dir=.*/new: there is no such folder on this machine; create it"
+    ):
         check_weights_folder(str(tmp_path / "new"))

@@ -10,25 +10,25 @@ import pytest
 
 CASES = ("untied", "MoE, EP 2", "LoRA, MoE, EP 2")
 MORE_CASES = (
-    *("tied", "MoE, bf16", "MoE, CP 2, recompute", "MLA, EP 2", "critic", "TP 2", "PP 2", "vision", "MTP"),
-    *("LoRA", "LoRA, MoE, bf16", "LoRA, critic, CP 2, recompute"),
+    *("tied", "bf16", "MoE, CP 2, recompute", "MLA, EP 2", "critic", "TP 2", "PP 2", "vision", "MTP"),
+    *("LoRA", "LoRA, bf16", "LoRA, critic, CP 2, recompute"),
 )
 OF_FOUR_RANKS = ("TP 2, DP 2, EP 2", "PP 2, DP 2", "LoRA, TP 2, DP 2, EP 2")
 
 
-def check(numbers: dict[str, Any]) -> None:
+def check(case: str, numbers: dict[str, Any]) -> None:
     """Check that metrics are those of DistributedDataParallel up to rounding, that weights are within 1e-3 of a
-    learning rate (in bf16 a rounding of a weight), that all states return, and that no more memory was planned or
-    needed, up to the padding of small buckets."""
-    numbers = dict(numbers)
+    learning rate (in bf16, where weights are rounded, within one), that all states return, and that no more memory was
+    planned or needed, up to the padding of small buckets."""
+    scale = 1000 if "bf16" in case else 1
     assert {"planned weights", "planned gradients", "planned optimizer"} & numbers.keys() or "loaded" in numbers
     for name, value in numbers.items():
         if name.startswith("planned"):
             assert abs(value) < 0.15, name
         elif name.startswith(("weights", "exported", "step ")):
-            assert value < 1e-3, name
+            assert value < 1e-3 * scale, name
         elif not isinstance(value, bool):
-            assert value < 1e-5, name
+            assert value < 1e-5 * scale, name
         else:
             assert value, name
 
@@ -37,8 +37,8 @@ def run(run_ranks: Callable[..., list[dict[str, Any]]], folder: Path, cases: tup
     results = run_ranks(world, "tests/megatron/ranks_fsdp.py", str(folder), ";".join(cases))
     for result in results:
         assert result.keys() == set(cases)
-        for numbers in result.values():
-            check(numbers)
+        for case, numbers in result.items():
+            check(case, numbers)
 
 
 def test_updates_and_states(run_ranks: Callable[..., list[dict[str, Any]]], tmp_path: Path) -> None:

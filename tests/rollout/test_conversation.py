@@ -30,7 +30,9 @@ def fake_engine(folder: Path) -> Any:
     names = dict(tool_call_parser="", tool_call_marker="", index=0, weight_version=0, start_number=1)
     state = dict(is_paused=False, is_asleep=False, check_running=lambda start: None)
     connect = lambda timeout, *shapes: HTTPClient("http://127.0.0.1:9", "", timeout, *shapes)  # noqa: E731
-    return SimpleNamespace(**names, **state, log=folder / "logs/engine_0.log", connect=connect)
+    engine = SimpleNamespace(**names, **state, log=folder / "logs/engine_0.log", connect=connect)
+    engine.version_of = lambda adapter: engine.weight_version
+    return engine
 
 
 def test_aborts_engine_requests_and_checks_other_engines_meanwhile(
