@@ -462,7 +462,8 @@ class RolloutConfig:
     external_weights_dir: PathStr = ""
     """Folder that the run and the engines of `rollout.external` share, such as one on a network file system. Weights
     reach them in files there, which all of them read and the run then removes; it needs room for half of
-    `rollout.weight_sync_bucket_mb` per rank with an engine. Empty sends weights to each engine over TCP. An engine may
+    `rollout.weight_sync_bucket_mb` per rank with an engine. Runs whose `run.dir` is the same path on different machines
+    need one each. Empty sends weights to each engine over TCP. An engine may
     see the folder at another path: `tools/engine_pool.py serve ... rollout.external_weights_dir=/mnt/x`."""
     engine: str = "sglang"
     """Engine that generates: `sglang`; `vllm`, on CPUs and for some model families; or a fork's own as `module:name`,

@@ -422,6 +422,7 @@ class _WeightSync:
             self._open(sender, order["bytes"])
         elif order["do"] == "close":
             sender.close()
+            self._bucket = self._staging = torch.empty(0, dtype=torch.uint8)  # the engine generates without them
         elif order["do"] == "order":
             sender.send_order(order["order"], order["draft"])
         errors = list(sender.errors)

@@ -69,6 +69,12 @@ CASES = [
         ("train.fsdp with actor_optimizer.offload_fraction=0.5", "keeps the masters itself"),
         ("train.fsdp=true", "actor_optimizer.offload_fraction=0.5"),
     ),
+    Case("max_loras without LoRA", ("rollout.max_loras", "lora.rank=0 trains no adapters"), ("rollout.max_loras=2",)),
+    Case(
+        "max_loras with SGLang",
+        ("rollout.max_loras=2 with rollout.engine=sglang", "set rollout.engine=vllm, or rollout.max_loras to 0"),
+        ("rollout.max_loras=2", "lora.rank=4"),
+    ),
     Case("FSDP and LoRA", ("train.fsdp with lora.rank=4", "not implemented"), ("train.fsdp=true", "lora.rank=4")),
     Case(
         "FSDP with an overlap of its own",

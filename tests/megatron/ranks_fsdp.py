@@ -18,7 +18,14 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents
 torch.set_num_threads(1)
 
 import tiny  # noqa: E402
-from ranks_layout import ADAM, infinite_loss, policy_loss, value_loss, weight_and_state_bytes  # noqa: E402
+from ranks_layout import (  # noqa: E402
+    ADAM,
+    infinite_loss,
+    policy_loss,
+    train_beside_rank,
+    value_loss,
+    weight_and_state_bytes,
+)
 
 from megarl.controllers.controller import load_requirements  # noqa: E402
 from megarl.models.layout_algebra import shard  # noqa: E402
@@ -209,23 +216,10 @@ def gather_hf_of(model: Any, gather_hf: Any) -> Any:
         yield from gather_hf(model.merged_params(), model.params(), model.ranks)
 
 
-def train_beside_rank() -> dict[str, float]:
-    """Take a step on ranks 1 and 2 of a job of three, and return its metrics; rank 0 has no model, and none."""
-    from megarl.megatron.trainer_model import MegatronModel
-
-    config = tiny.config(world=2, ep=2, train={"fsdp": True}, actor_optimizer=ADAM)
-    ranks = parallel_ranks.create_layout(config.parallel, 60, members=(1, 2))
-    if ranks is None:
-        return {}
-    weights = tiny.hf_tensors(tiny.hf_model("qwen3_moe"))
-    model = MegatronModel(tiny.HF["qwen3_moe"], config, ranks, "actor", total_updates=9)
-    model.load_shards(lambda param, parts, part: shard(param, weights, parts, part))
-    return model.train_step(tiny.batch(), policy_loss)
-
-
 if __name__ == "__main__" and sys.argv[1] == "beside":
     parallel_ranks.initialize(tiny.config(world=3).parallel, timeout_s=60)
-    print("RESULT " + json.dumps(train_beside_rank()))
+    config = tiny.config(world=2, ep=2, train={"fsdp": True}, actor_optimizer=ADAM)
+    print("RESULT " + json.dumps(train_beside_rank(config, members=(1, 2))))
     parallel_ranks.shutdown()
 elif __name__ == "__main__":
     parallel_ranks.initialize(tiny.config(world=int(os.environ["WORLD_SIZE"])).parallel, timeout_s=120)

@@ -34,6 +34,7 @@ import tiny  # noqa: E402
 from megarl.algorithms.losses import bradley_terry  # noqa: E402
 from megarl.algorithms.preference_losses import PreferenceOptions  # noqa: E402
 from megarl.algorithms.preference_losses import preference_loss as policy_preference_loss  # noqa: E402
+from megarl.config import Config  # noqa: E402
 from megarl.controllers.controller import load_requirements  # noqa: E402
 from megarl.models.activation_memory import micro_batches_in_flight  # noqa: E402
 from megarl.models.layout_algebra import Param, shard, unshard  # noqa: E402
@@ -69,6 +70,19 @@ DPO = PreferenceOptions(beta=2.0, label_smoothing=0.1, sft_coef=0.5)
 def dpo_loss(output: ModelOutput, batch: TrainBatch) -> TokenLoss:
     assert output.logprobs is not None
     return policy_preference_loss(output.logprobs, batch, DPO)
+
+
+def train_beside_rank(config: Config, members: Sequence[int]) -> dict[str, float]:
+    """Take a step of a Qwen3-MoE policy on some ranks of the job, and return its metrics; none on the others."""
+    from megarl.megatron.trainer_model import MegatronModel
+
+    ranks = parallel_ranks.create_layout(config.parallel, 60, members=members)
+    if ranks is None:
+        return {}
+    weights = tiny.hf_tensors(tiny.hf_model("qwen3_moe"))
+    model = MegatronModel(tiny.HF["qwen3_moe"], config, ranks, "actor", total_updates=9)
+    model.load_shards(lambda param, parts, part: shard(param, weights, parts, part))
+    return model.train_step(tiny.batch(), policy_loss)
 
 
 LOSSES = {"actor": policy_loss, "critic": value_loss, "reward_model": preference_loss, "dpo": dpo_loss}

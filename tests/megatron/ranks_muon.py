@@ -19,7 +19,16 @@ torch.set_num_threads(1)
 
 import reference  # noqa: E402
 import tiny  # noqa: E402
-from ranks_layout import equal, gather, infinite_loss, policy_loss, states, value_loss, weight_and_state_bytes  # noqa: E402
+from ranks_layout import (  # noqa: E402
+    equal,
+    gather,
+    infinite_loss,
+    policy_loss,
+    states,
+    train_beside_rank,
+    value_loss,
+    weight_and_state_bytes,
+)
 
 from megarl.controllers.controller import load_requirements  # noqa: E402
 from megarl.models.layout_algebra import shard  # noqa: E402
@@ -220,23 +229,10 @@ def check(name: str, folder: Path) -> dict[str, Any]:
     return result
 
 
-def train_beside_rank() -> dict[str, float]:
-    """Take a step on ranks 0 and 1 of a job of three, and return its metrics; rank 2 has no model, and none."""
-    from megarl.megatron.trainer_model import MegatronModel
-
-    config = tiny.config(world=2, actor_optimizer=MUON)
-    ranks = parallel_ranks.create_layout(config.parallel, 60, members=(0, 1))
-    if ranks is None:
-        return {}
-    weights = tiny.hf_tensors(tiny.hf_model("qwen3_moe"))
-    model = MegatronModel(tiny.HF["qwen3_moe"], config, ranks, "actor", total_updates=9)
-    model.load_shards(lambda param, parts, part: shard(param, weights, parts, part))
-    return model.train_step(tiny.batch(), policy_loss)
-
-
 if __name__ == "__main__" and sys.argv[1] == "beside":
     parallel_ranks.initialize(tiny.config(world=3).parallel, timeout_s=60)
-    print("RESULT " + json.dumps(train_beside_rank()))
+    config = tiny.config(world=2, actor_optimizer=MUON)
+    print("RESULT " + json.dumps(train_beside_rank(config, members=(0, 1))))
     parallel_ranks.shutdown()
 elif __name__ == "__main__":
     parallel_ranks.initialize(tiny.config(world=2).parallel, timeout_s=120)

@@ -33,7 +33,7 @@ class SGLangBackend:
         if rollout.max_loras:
             raise ConfigError(
                 f"{rollout.max_loras=} with rollout.engine=sglang is not implemented: SGLang's adapters need a GPU, so "
-                "nothing has compared them; set rollout.engine=vllm, or it to 0"
+                "nothing has compared them; set rollout.engine=vllm, or rollout.max_loras to 0"
             )
         parser_name(rollout.tool_call_parser, hf)
         for name in ("max_total_tokens", "context_length"):

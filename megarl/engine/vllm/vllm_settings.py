@@ -64,7 +64,7 @@ _MANAGED = {
     **dict.fromkeys(("enable_lora", "max_loras", "max_cpu_loras"), "rollout.max_loras"),
     **dict.fromkeys(("max_lora_rank", "lora_dtype"), "lora.rank and model.dtype"),
     "lora_target_modules": "lora.target_modules",
-    "enable_return_routed_experts": "train.routing_replay",
+    "enable_return_routed_experts": "train.routing_replay and rollout.rebalance_experts_every",
     "logprobs_mode": "nothing: training needs log-probs of the distribution that is sampled from",
     **dict.fromkeys(
         ("load_format", "worker_cls", "scheduler_cls", "distributed_executor_backend", "additional_config"),
