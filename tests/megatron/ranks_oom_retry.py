@@ -125,7 +125,7 @@ def run_out_of_memory(model: Any, when: Callable[[Any], bool], failure: str = "d
                 raise_oom()
         return reader.read(micro, emitted, *args)
 
-    model._reader = SimpleNamespace(read=reading)
+    model._reader = SimpleNamespace(read=reading, empty_loss=reader.empty_loss)
     yield failures
     model._reader = reader
 

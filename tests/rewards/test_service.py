@@ -192,10 +192,11 @@ def test_refuses_invalid_options(options: dict[str, Any], message: str) -> None:
 
 
 def test_stops_scoring_after_too_many_failures(server: RewardServer) -> None:
-    """Of two concurrent requests at a time, the first three fail and the others would take minutes."""
+    """Of two concurrent requests at a time, the first three to arrive fail and the others would take minutes."""
     server.answers = [(400, b"no")] * 3 + [600.0] * 4
     started = time.monotonic()
     result = service(server, batch=1, concurrency=2, timeout=700.0).score(ROLLOUTS, max_failed=2.0)
     assert time.monotonic() - started < 30.0
-    assert [reward is NOT_SCORED for reward in result] == [False] * 3 + [True] * 4
+    assert sum(reward is NOT_SCORED for reward in result) == 4
+    assert all(reward is NOT_SCORED for reward in result[5:])
     assert len(server.batches()) <= 5
