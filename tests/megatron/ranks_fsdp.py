@@ -182,17 +182,18 @@ def check(name: str, folder: Path) -> dict[str, Any]:
     result["step from DDP"] = gap(whole(plain), whole(crossed))
     result["step to DDP"] = gap(whole(model), whole(back))
 
-    # A reference's weights are swapped in and out.
+    # A reference's weights are swapped in and out of an actor.
     copy = model.host_copy()
     after = states(model)
     model.train_step(batch, loss)
     updated = states(model)
-    with model.swap_weights(copy):
-        weights_now = stored(model)
-        result["swapped"] = all(map(torch.equal, after[: len(weights_now)], weights_now))
-        swapped = model.forward(batch)[output]
-    result["swapped outputs"] = torch.equal(swapped, resumed.forward(batch)[output])
-    result["swapped back"] = all(map(torch.equal, updated, states(model)))
+    if role == "actor":
+        with model.swap_weights(copy):
+            weights_now = stored(model)
+            result["swapped"] = all(map(torch.equal, after[: len(weights_now)], weights_now))
+            swapped = model.forward(batch)[output]
+        result["swapped outputs"] = torch.equal(swapped, resumed.forward(batch)[output])
+        result["swapped back"] = all(map(torch.equal, updated, states(model)))
     resumed.train_step(batch, loss)
 
     # All leaves the device and comes back.
