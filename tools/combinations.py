@@ -115,9 +115,6 @@ FEATURES: dict[str, dict[str, Sequence[str]]] = {
 _NO_CACHE = "an engine that sleeps while models use its device has no KV cache of the old weights left to continue with"
 
 _ONE_RANK = "an engine of one rank has all experts, so that there is nothing to place"
-_FACTORS = (
-    "is not implemented: Megatron-FSDP gathers no weights for adapters, and takes those of experts for dense ones"
-)
 _ADAPTERS = "an expert that moves needs all of its weights on another rank, which a sync of adapters does not send"
 
 REFUSED: dict[frozenset[Setting], str] = {
@@ -128,8 +125,6 @@ REFUSED: dict[frozenset[Setting], str] = {
     frozenset({("routing", "replayed, experts placed"), ("placement", "some engines apart")}): _ONE_RANK,
     frozenset({("routing", "replayed, experts placed"), ("engine", "vLLM")}): _ONE_RANK,
     frozenset({("routing", "replayed, experts placed"), ("weights", "LoRA, adapters synced")}): _ADAPTERS,
-    frozenset({("weights", "LoRA"), ("optimizer", "AdamW with FSDP")}): _FACTORS,
-    frozenset({("weights", "LoRA, adapters synced"), ("optimizer", "AdamW with FSDP")}): _FACTORS,
 }
 """Pairs of settings that the dry run refuses, and why."""
 
@@ -137,7 +132,7 @@ Run = dict[str, str]
 """The setting of each feature."""
 
 _NUM_CANDIDATES = 40
-_SEED = 23  # of 200, with which 38 to 46 runs are enough, one of those with the fewest
+_SEED = 91  # of 200, with which 37 to 46 runs are enough, the one with the fewest
 
 
 def list_pairs() -> Iterator[frozenset[Setting]]:

@@ -286,7 +286,7 @@ def model_state_bytes(model: Any) -> dict[str, int]:
     from megarl.megatron import fsdp
     from megarl.megatron.optimizer import device_state_tensors, state_tensors
 
-    weights = list(model.local_shards().values())
+    weights = [*model.local_shards().values(), *model.adapter_shards().values()]
     weight_storages = {(storage := tensor.untyped_storage()).data_ptr(): storage.nbytes() for tensor in weights}
     states = [tensor for tensor in device_state_tensors(model.optimizer) if tensor.dim()]  # without step counts
     separate = [tensor for tensor in states if tensor.untyped_storage().data_ptr() not in weight_storages]

@@ -179,12 +179,6 @@ def check_fsdp(hf: HFConfig, config: Config, role: str) -> None:
             f"train.fsdp with {key}.offload_fraction={optimizer.offload_fraction:g}: Megatron-FSDP keeps the masters "
             "itself, on the device (distrib_optimizer.py:704); remove one of them"
         )
-    if config.lora.rank:
-        raise ConfigError(
-            f"train.fsdp with lora.rank={config.lora.rank} is not implemented: Megatron-FSDP knows parameters of "
-            "experts by the names of theirs (param_and_grad_buffer.py:1782), and gathers a module's own parameters for "
-            "it, of which adapters have none; remove one of them"
-        )
     settings = role_config(config, role)
     is_actor, parallel = split_role(role)[0] == "actor", settings.parallel
     is_tied = bool(family_of(hf).gpt_kwargs(hf).get("share_embeddings_and_output_weights"))

@@ -32,7 +32,7 @@ from megarl.cpu import megatron_modules
 from megarl.megatron import layer_wise, vision
 from megarl.megatron.fsdp import ShardedModel, fsdp_config
 from megarl.megatron.gated_delta_net import use_delta_nets
-from megarl.megatron.lora import add_adapters
+from megarl.megatron.lora import Adapter, add_adapters
 from megarl.megatron.model_layers import (
     DeferredLogits,
     GroupLimitedRouter,
@@ -199,7 +199,7 @@ def build_chunks(
     fields.check_ddp(config.train.ddp)
     if config.train.fsdp:
         ddp = fsdp_config(config.train.ddp, settings.params_dtype)
-        return [ShardedModel(settings, ddp, chunk) for chunk in chunks]
+        return [ShardedModel(settings, ddp, chunk, units=[Adapter]) for chunk in chunks]
     ddp = DistributedDataParallelConfig(
         **{**config.train.ddp, "use_distributed_optimizer": True, "grad_reduce_in_fp32": True}
     )

@@ -141,7 +141,7 @@ class StagedCheckpoint:
 
 def async_copy_bytes(model: MegatronModel) -> int:
     """Return an upper bound on the bytes that this rank copies for an asynchronous save."""
-    copied = [*model.local_shards().values(), *model.local_adapters().values()]
+    copied = [*model.local_shards().values(), *model.adapter_shards().values()]
     if model.optimizer is not None:
         copied += [tensor for tensor in state_tensors(model.optimizer) if tensor.dim()]
     return sum(tensor.nbytes for tensor in copied)

@@ -16,7 +16,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+from megatron.core.distributed.fsdp.mcore_fsdp_adapter import (
+    FullyShardedDataParallel,
+    MambaLayer,
+    MoETransformerLayer,
+    TransformerLayer,
+)
 from megatron.core.distributed.fsdp.src.megatron_fsdp import FSDPDistributedIndex, param_and_grad_buffer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.distributed.device_mesh import DeviceMesh
@@ -32,11 +37,19 @@ class ShardedModel(FullyShardedDataParallel):  # type: ignore[misc]
     settings: of the model, whose `params_dtype` decides whether there are fp32 masters beside the weights.
     ddp: of `fsdp_config`.
     chunk: the model with arbitrary weights.
+    units: classes of modules outside of its layers that are gathered for their own passes, too.
     """
 
-    def __init__(self, settings: TransformerConfig, ddp: DistributedDataParallelConfig, chunk: torch.nn.Module) -> None:
+    def __init__(
+        self,
+        settings: TransformerConfig,
+        ddp: DistributedDataParallelConfig,
+        chunk: torch.nn.Module,
+        units: Sequence[type[torch.nn.Module]] = (),
+    ) -> None:
+        units = [TransformerLayer, MoETransformerLayer, MambaLayer, *units]
         with _unchecked_dtensors():
-            super().__init__(settings, ddp, chunk, device=device.device())
+            super().__init__(settings, ddp, chunk, device=device.device(), fsdp_unit_modules=units)
         for module in self.module.modules():
             # Megatron's last hook swaps in the optimizer's DTensors, which no state dict of ours has.
             module._state_dict_pre_hooks.popitem()

@@ -102,15 +102,21 @@ class Adapters(torch.nn.Module):
 
     def __init__(self, layers: Sequence[Adapter], num_experts: int) -> None:
         super().__init__()
-        self.adapters, self.num_experts = tuple(layers), num_experts
-        self.layers = torch.nn.ModuleList(layers)
+        self.num_experts = num_experts
+        self.layers = torch.nn.ModuleList(layer for layer in layers if not layer.is_expert)
+        self.experts = torch.nn.ModuleList(layer for layer in layers if layer.is_expert)
+        """Those of experts, whose parameters Megatron-FSDP knows by ".experts." in their names."""
+
+    @property
+    def adapters(self) -> list[Adapter]:
+        return [*self.layers, *self.experts]
 
     def named_factors(self) -> Iterator[tuple[str, Param, torch.nn.Parameter]]:
         """Iterate over (name within this module, table row, tensor) of each factor."""
-        for index, layer in enumerate(self.adapters):
-            for i, weight in enumerate(layer.weights):
+        for prefix, layer in self.named_modules():
+            for i, weight in enumerate(layer.weights) if isinstance(layer, Adapter) else ():
                 for name, param in zip((LORA_A, LORA_B), factor_params(weight, len(layer.lora_a[i])), strict=True):
-                    yield f"layers.{index}.{name}.{i}", param, getattr(layer, name)[i]
+                    yield f"{prefix}.{name}.{i}", param, getattr(layer, name)[i]
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
@@ -210,11 +216,9 @@ def _init_factors(
     return factors[0], factors[1]
 
 
-def local_adapters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
-    """Return this rank's factors, in place, by canonical name."""
-    return {
-        param.megatron: tensor.detach() for layers in _adapters(chunks) for _, param, tensor in layers.named_factors()
-    }
+def named_adapters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
+    """Return this rank's factors by canonical name."""
+    return {param.megatron: tensor for layers in _adapters(chunks) for _, param, tensor in layers.named_factors()}
 
 
 @contextmanager

@@ -80,7 +80,8 @@ def load_weights(chunk: fsdp.ShardedModel, model_state: dict[str, Any]) -> None:
     """Load what was read for `shard_weights`. `load_state` sets the fp32 masters."""
     model = unwrap(chunk)
     for name, param in model.named_parameters():
-        _fill(chunk.shard(param)[0], model_state.pop(name, {}))
+        if name in model_state:  # a reference has adapters alone
+            _fill(chunk.shard(param)[0], model_state.pop(name))
     model.load_state_dict(model_state, strict=False)  # buffers
 
 

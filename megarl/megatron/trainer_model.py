@@ -204,9 +204,19 @@ class MegatronModel:
         return fsdp.gathered(self.chunks)
 
     def local_adapters(self) -> dict[str, torch.Tensor]:
-        """Return this rank's factors of `adapter_params`, in place, by canonical name; empty without LoRA."""
+        """Return this rank's factors of `adapter_params`, in place, by canonical name; empty without LoRA.
+
+        With `train.fsdp` they have values in `gathered_params` alone.
+        """
+        return {name: factor.detach() for name, factor in self._named_adapters().items()}
+
+    def _named_adapters(self) -> dict[str, torch.nn.Parameter]:
         self._weight_offload.onload()
-        return lora.local_adapters(self.chunks)
+        return lora.named_adapters(self.chunks)
+
+    def adapter_shards(self) -> dict[str, torch.Tensor]:
+        """Return what this rank stores of `local_adapters`, in place: all, or with `train.fsdp` its rows of each."""
+        return {name: fsdp.stored_rows(self.chunks, factor) for name, factor in self._named_adapters().items()}
 
     def adapter_params(self) -> list[Param]:
         """Return the table of all adapters of this model."""
@@ -310,7 +320,7 @@ class MegatronModel:
         copy.copy_from(map(tensor_bytes, self._swapped_tensors()))
 
     def _swapped_tensors(self) -> list[torch.Tensor]:
-        return list((self.local_adapters() if self.config.lora.rank else self.local_shards()).values())
+        return list((self.adapter_shards() if self.config.lora.rank else self.local_shards()).values())
 
     @contextmanager
     def swap_weights(self, copy: HostCopy) -> Iterator[None]:

@@ -137,7 +137,8 @@ class ElementCounts(NamedTuple):
 
     dense: int = 0  # trained dense parameters, vocabulary padding included
     expert: int = 0  # trained parameters of routed experts
-    frozen: int = 0  # parameters that LoRA freezes
+    frozen: int = 0  # dense parameters that LoRA freezes, and others that are not trained
+    frozen_expert: int = 0  # parameters of routed experts that LoRA freezes
     biases: int = 0  # the routers' expert biases, not trained and kept in fp32
 
 
@@ -557,7 +558,7 @@ def _list_rows(text: str, tp: int, etp: int, ep: int, variant: ModelVariant) -> 
         elif variant.freezes_tower and param.megatron.startswith(TOWER):
             field = "frozen"
         elif variant.lora.rank and param.slot is not None:  # adapters and a value head have no engine slot
-            field = "frozen"
+            field = "frozen" if param.expert is None else "frozen_expert"
         layer = layer_of(param.megatron)
         end = next((part for part in BEFORE_DECODER if param.megatron.startswith(part)), "final")
         part = end if layer is None else layer
@@ -587,13 +588,13 @@ def state_bytes(
     matrices, expert_matrices: those that Muon updates, with one moment of two, on the rank with the most of them;
         buffers of weights and of gradients have room for as many on each rank.
     """
-    dense, expert, frozen, biases = elements
+    dense, expert, frozen, frozen_expert, biases = elements
     states, optimizer, padding = 12 if size == 2 else 8, 0, 0
     for count, ranks, packed in ((dense, dp, matrices), (expert, expert_dp, expert_matrices)):
         optimizer += ceil((1 - offloaded) * states * (count - packed.elements) / ranks) + (states - 4) * packed.largest
         padding += ranks * packed.largest - packed.elements
     return {
-        "weights": (dense + expert + frozen + padding) * size + biases * 4,
+        "weights": (dense + expert + frozen + frozen_expert + padding) * size + biases * 4,
         "gradients": (dense + expert + padding) * 4,
         "optimizer": optimizer,
     }
@@ -601,10 +602,10 @@ def state_bytes(
 
 def sharded_state_bytes(elements: ElementCounts, dp: int, expert_dp: int, size: int) -> dict[str, int]:
     """Return `state_bytes` with `train.fsdp`: weights and gradients are sharded like masters and moments."""
-    dense, expert, frozen, biases = elements
+    dense, expert, frozen, frozen_expert, biases = elements
     trained = ceil(dense / dp) + ceil(expert / expert_dp)
     return {
-        "weights": (trained + ceil(frozen / dp)) * size + biases * 4,
+        "weights": (trained + ceil(frozen / dp) + ceil(frozen_expert / expert_dp)) * size + biases * 4,
         "gradients": trained * 4,
         "optimizer": trained * (12 if size == 2 else 8),
     }
@@ -620,13 +621,17 @@ def gathered_in_pass(hf: HFConfig, parallel: ParallelConfig, variant: ModelVaria
     size: bytes of a weight.
     """
     by_part = _elements_by_part(hf, parallel, variant)
-    sizes = {part: count.dense + count.expert + count.frozen for part, count in by_part.items()}
-    layers = [count for part, count in sizes.items() if isinstance(part, int)]
-    others = sum(sizes.get(part, 0) for part in (*BEFORE_DECODER, "final"))
-    ahead = max(10**9, 2 * sum(layers) // len(layers))
-    weights = others + min(sum(layers), max(layers) + ahead // 2)
-    gradients = others + min(sum(layers), max(layers) + ahead)
-    return weights * size + gradients * 4
+    sizes = {part: sum(count) - count.biases for part, count in by_part.items()}
+    trained = {part: count.dense + count.expert for part, count in by_part.items()}
+    layers = [part for part in sizes if isinstance(part, int)]
+    unit = max(10**9, 2 * sum(sizes[layer] for layer in layers) // len(layers))
+
+    def gathered(counts: Mapping[int | str, int], ahead: int) -> int:
+        others = sum(counts.get(part, 0) for part in (*BEFORE_DECODER, "final"))
+        by_layer = [counts[layer] for layer in layers]
+        return others + min(sum(by_layer), max(by_layer) + ahead)
+
+    return gathered(sizes, unit // 2) * size + gathered(trained, unit) * 4
 
 
 def offloaded_bytes(elements: ElementCounts, dp: int, expert_dp: int, offloaded: float) -> dict[str, int]:

@@ -91,12 +91,12 @@ class ActorWorker(TrainingWorker):
 
     def _export_adapter(self, folder: Path) -> None:
         lora, table = self.config.lora, self.local_model.params()
-        factors = dict(
-            gather_hf(self.local_model.local_adapters(), self.local_model.adapter_params(), self.local_model.ranks)
-        )
-        if self.local_model.ranks.role_rank == 0:
-            tensors = peft_tensors(factors, adapted_weights(table, lora.target_modules), lora.rank)
-            save_adapter(folder, tensors, peft_config(table, lora, str(Path(self.config.model.path).resolve())))
+        model = self.local_model
+        with model.gathered_params():
+            factors = dict(gather_hf(model.local_adapters(), model.adapter_params(), model.ranks))
+            if model.ranks.role_rank == 0:
+                tensors = peft_tensors(factors, adapted_weights(table, lora.target_modules), lora.rank)
+                save_adapter(folder, tensors, peft_config(table, lora, str(Path(self.config.model.path).resolve())))
 
 
 class ReferenceWorker(Worker):

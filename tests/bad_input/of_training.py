@@ -75,7 +75,6 @@ CASES = [
         ("rollout.max_loras=2 with rollout.engine=sglang", "set rollout.engine=vllm, or rollout.max_loras to 0"),
         ("rollout.max_loras=2", "lora.rank=4"),
     ),
-    Case("FSDP and LoRA", ("train.fsdp with lora.rank=4", "not implemented"), ("train.fsdp=true", "lora.rank=4")),
     Case(
         "FSDP with an overlap of its own",
         ("train.ddp.overlap_grad_reduce with train.fsdp", "remove it"),

@@ -34,6 +34,7 @@ from megarl.parallel import ranks as parallel_ranks  # noqa: E402
 
 BF16 = {"model": {"dtype": "bfloat16"}}
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+LORA = {"lora": {"rank": 4}}
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "tied": ("qwen2", "actor", {}),
     "untied": ("llama", "actor", {}),
@@ -43,6 +44,11 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "MLA, EP 2": ("deepseek_v3", "actor", {"ep": 2}),
     "critic": ("qwen3_moe", "critic", {}),
     "PP 2": ("qwen3_moe", "actor", {"pp": 2}),
+    "LoRA": ("llama", "actor", LORA),
+    "LoRA, MoE, EP 2": ("qwen3_moe", "actor", LORA | {"ep": 2}),
+    "LoRA, bf16": ("llama", "actor", LORA | BF16),
+    "LoRA, critic, CP 2, recompute": ("qwen3_moe", "critic", LORA | {"cp": 2, "model": {"megatron": RECOMPUTE}}),
+    "LoRA, TP 2, DP 2, EP 2": ("qwen3_moe", "actor", LORA | {"tp": 2, "ep": 2}),
     "vision": ("qwen2_5_vl", "actor", {"train": {"ddp": {"suggested_communication_unit_size": 1}}}),  # no prefetching
     "MTP": ("deepseek_v3_mtp", "actor", {"train": {"mtp_loss_coef": 0.3}}),
     "TP 2": ("qwen3_moe", "actor", {"tp": 2}),
@@ -64,12 +70,17 @@ def add_image(batch: Any, models: tuple[Any, ...]) -> Any:
     return images.add(batch, patch, {0: [(1, (3, 2))]})
 
 
+def stored(model: Any) -> list[torch.Tensor]:
+    """Return what this rank stores of adapters, which come first, and of weights."""
+    return [*model.adapter_shards().values(), *model.local_shards().values()]
+
+
 def states(model: Any) -> list[torch.Tensor]:
     """Return copies of this rank's weights, masters, moments and step counts."""
     from megarl.megatron.optimizer import iter_step_holders, state_tensors
 
     counts = [torch.tensor(float(holder["step"])) for holder in iter_step_holders(model.optimizer)]
-    return [tensor.clone() for tensor in (*model.local_shards().values(), *state_tensors(model.optimizer), *counts)]
+    return [tensor.clone() for tensor in (*stored(model), *state_tensors(model.optimizer), *counts)]
 
 
 def equal(first: Any, second: Any) -> bool:
@@ -81,7 +92,8 @@ def equal(first: Any, second: Any) -> bool:
 def whole(model: Any) -> dict[str, torch.Tensor]:
     """Return copies of this rank's weights, whole."""
     with model.gathered_params():
-        return {name: tensor.detach().clone() for name, tensor in model.local_params().items()}
+        local = model.local_params() | model.local_adapters()
+        return {name: tensor.detach().clone() for name, tensor in local.items()}
 
 
 def gap(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
@@ -156,9 +168,7 @@ def check(name: str, folder: Path) -> dict[str, Any]:
     for each, path in zip((plain, model), paths, strict=True):
         path.mkdir(parents=True, exist_ok=True)
         tiny.save_model(each, path)
-    held = sum(
-        tensor.nbytes for tensor in (*model.local_shards().values(), *state_tensors(model.optimizer)) if tensor.dim()
-    )
+    held = sum(tensor.nbytes for tensor in (*stored(model), *state_tensors(model.optimizer)) if tensor.dim())
     result["saved bytes"] = async_copy_bytes(model) == held
     resumed, crossed, back = build(True), build(True), build(False)
     restore_model(resumed, paths[1])
@@ -172,17 +182,18 @@ def check(name: str, folder: Path) -> dict[str, Any]:
     result["step from DDP"] = gap(whole(plain), whole(crossed))
     result["step to DDP"] = gap(whole(model), whole(back))
 
-    # A reference's weights are swapped in and out.
+    # A reference's weights are swapped in and out of an actor.
     copy = model.host_copy()
     after = states(model)
     model.train_step(batch, loss)
     updated = states(model)
-    with model.swap_weights(copy):
-        weights_now = list(model.local_shards().values())
-        result["swapped"] = all(map(torch.equal, after[: len(weights_now)], weights_now))
-        swapped = model.forward(batch)[output]
-    result["swapped outputs"] = torch.equal(swapped, resumed.forward(batch)[output])
-    result["swapped back"] = all(map(torch.equal, updated, states(model)))
+    if role == "actor":
+        with model.swap_weights(copy):
+            weights_now = stored(model)
+            result["swapped"] = all(map(torch.equal, after[: len(weights_now)], weights_now))
+            swapped = model.forward(batch)[output]
+        result["swapped outputs"] = torch.equal(swapped, resumed.forward(batch)[output])
+        result["swapped back"] = all(map(torch.equal, updated, states(model)))
     resumed.train_step(batch, loss)
 
     # All leaves the device and comes back.
