@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def overrides_of(folder: Path, run: pairwise.Run, port: int = 7000, disk: str = "") -> list[str]:
+def overrides_of(folder: Path, run: pairwise.Run, port: int = 7000, disk: str = "/tmp") -> list[str]:
     values = {"MODEL": f"{folder}/mtp", "PORT": str(port), "DISK": disk}
     settings = pairwise.overrides_of(run)
     for name, value in values.items():
@@ -87,8 +87,7 @@ def test_trains_two_steps(request: pytest.FixtureRequest, folder: Path, tmp_path
     run, port = RUNS[number - 1], free_port()
     is_vllm = run["engine"] == "vLLM"
     host = request.getfixturevalue("vllm_host").path if is_vllm else request.getfixturevalue("host")
-    disk = str(tmp_path) if number % 2 else ""
-    settings, is_replayed = overrides_of(folder, run, port, disk), number % 10 == 1
+    settings, is_replayed = overrides_of(folder, run, port, str(tmp_path)), number % 10 == 1
     has_external = run["pool"] != "of the job"
     _, _, _, config, *served = build_command(folder, tmp_path / "run", *settings)
     external = external_engine.serve(config, f"127.0.0.1:{port}", tmp_path / "external", served, with_host(host))
