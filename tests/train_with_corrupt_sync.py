@@ -1,4 +1,5 @@
-"""Trains like megarl.train, with the same arguments, but corrupts one engine tensor after the first weight sync.
+"""Trains like megarl.train, with the same arguments, but corrupts one engine tensor after the first weight sync, of an
+adapter if the engine serves adapters.
 
 The random bytes are sent correctly, so no hash differs and nothing raises.
 """
@@ -11,7 +12,6 @@ from collections.abc import Mapping
 
 import torch
 
-from megarl.engine.sglang.sglang_backend import SGLangBackend
 from megarl.engine.weight_sender import WeightSender
 from megarl.flow import HybridFlow
 from megarl.launch.exit_status import exit_on_error
@@ -26,13 +26,19 @@ def sync_and_corrupt(self: WeightSync, local: Mapping[str, torch.Tensor], versio
     done = sync(self, local, version)
     if version == 1 and self.engine_rank is not None:
         self._run_on_engine(lambda engine: engine.begin_update())
-        sender = WeightSender(SGLangBackend(), self.engine, self.collect)
-        dtype, shape = sender.send_order({"do": "describe"})["tensors"][TENSOR]
+        sender = WeightSender(self.backend, self.engine, self.collect)
+        name, tensors = TENSOR, sender.send_order({"do": "describe"}).get("tensors", {})
+        if self.adapter:
+            ((select, _),) = self._adapter_orders["prepare"]
+            sender.send_order(select)
+            tensors = select["factors"]
+            name = next(name for name in tensors if ".layers.1." in name)
+        dtype, shape = tensors[name]
         data = torch.randn(math.prod(shape)).to(getattr(torch, dtype)).view(torch.uint8)
         staging = allocate_shared(len(data)).copy_(data)
-        all_rows = [TENSOR, -1, 0, shape[0], 0, shape[1], 0, -1]
+        all_rows = [name, -1, 0, shape[0], 0, shape[1], 0, -1]
         sender.open([staging, allocate_shared(1)])
-        sender(staging, {"do": "write", "version": 1, "tensor_dtype": {TENSOR: dtype}, "slices": [all_rows]})
+        sender(staging, {"do": "write", "version": 1, "tensor_dtype": {name: dtype}, "slices": [all_rows]})
         assert sender.wait_pending() == {"wrong": []}
         sender.close()
         self._run_on_engine(lambda engine: engine.end_update(version))

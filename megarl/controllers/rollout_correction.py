@@ -27,7 +27,6 @@ from megarl.algorithms.token_stats import diff_stats
 from megarl.config import Config, ConfigError
 from megarl.controllers.controller import Flow
 from megarl.observe.health_bands import LOGPROB_DIFF
-from megarl.parallel.policy_configs import serves_adapters
 from megarl.types import ModelOutput, TrainBatch
 from megarl.types.requirements import Requirements
 from megarl.workers.futures import Future
@@ -95,12 +94,6 @@ def describe_mismatch(flow: Flow) -> str:
         )
     if names:
         return f"{describe_layers(names)}: the engines' weights differ from the trainer's ({', '.join(names[:3])})"
-    if serves_adapters(flow.config):
-        return (
-            "All base weights of the engines equal the trainer's, but the adapters that they serve were not compared: "
-            "set rollout.verify_weights_every=1, which checks all of them in each weight sync; if that finds nothing, "
-            "the computation differs"
-        )
     return (
         "All tensors of the engines equal the trainer's, so the computation differs: see rollout.sglang, "
         "train.routing_replay, and `tools/mismatch.py` for the share due to routing"

@@ -285,7 +285,7 @@ def _run_order(
                 _read(_get_tensors(model, order.get("sync_id")), order, bucket)
                 return {}
             if action == "compare":
-                return {"differ": _write(writable_tensors(model), order, bucket, writes=False)}
+                return {"differ": _write(_get_tensors(model, order.get("sync_id")), order, bucket, writes=False)}
             return {"wrong": _write(_get_tensors(model, order.get("sync_id")), order, bucket)}
         case "join":
             if not any(draft is model for draft in _DRAFT_MODELS):

@@ -362,6 +362,11 @@ class WeightSync:
         self._raise_if_any(self._run_on_engine(lambda engine: engine.begin_update()), where)
         sender = self._make_sender()
         self._send_weights(local, sender, version, external=None, compare=True)
+        if self.adapter and self.adapter_executor is not None:  # None before the first sync
+            for order, draft in self._adapter_orders["prepare"]:
+                sender.send_order(order, draft)
+            adapters = self._split(local)[1]
+            self._run_executor(self.adapter_executor, adapters, sender, version, external=None, compare=True)
         self._raise_if_any(sender.errors, where)
         self._run_on_engine(lambda engine: engine.end_update(None))
         return sorted({name for names in self._gather(sender.mismatches) for name in names})

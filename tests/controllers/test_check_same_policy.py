@@ -104,14 +104,6 @@ def test_mismatch_without_a_known_layer_is_explained(mismatches: Any, message: s
         make_controller(flow.config).step(flow, prompts())
 
 
-def test_mismatch_of_served_adapters_says_what_was_compared() -> None:
-    rollout = {"samples_per_prompt": 8, "engine": "vllm", "max_loras": 1}
-    flow: Any = MismatchedFlow(single_update_config(rollout=rollout, lora={"rank": 4}))
-    flow.logprob_error, flow.mismatches = 0.5, []
-    with pytest.raises(ConfigError, match="All base weights .* but the adapters that they serve were not compared"):
-        make_controller(flow.config).step(flow, prompts())
-
-
 def test_check_runs_once_on_a_few_episodes() -> None:
     flow: Any = MismatchedFlow(single_update_config())
     controller = make_controller(flow.config)
