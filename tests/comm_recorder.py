@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +25,38 @@ COLLECTIVES = {
     "broadcast": "broadcast",
     "reduce": "reduce",
     "allgather": "all_gather",
+    "allgather_coalesced": "all_gather_coalesced",
     "all_gather_single": "all_gather_single",
     "_allgather_base": "all_gather_single",
+    "all_gather_single_coalesced": "all_gather_single_coalesced",
+    "allgather_into_tensor_coalesced": "all_gather_single_coalesced",
     "gather": "gather",
     "scatter": "scatter",
     "reduce_scatter": "reduce_scatter",
     "reduce_scatter_single": "reduce_scatter_single",
     "_reduce_scatter_base": "reduce_scatter_single",
+    "reduce_scatter_single_coalesced": "reduce_scatter_single_coalesced",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
     "alltoall": "all_to_all",
     "alltoall_base": "all_to_all_single",
     "all_to_all_single": "all_to_all_single",
     "barrier": "barrier",
+    "monitored_barrier": "barrier",
 }
 """Methods of a process group, and their names in a record."""
-SAME_SIZE = ("all_reduce", "broadcast", "reduce", "all_gather_single", "reduce_scatter_single")
+SAME_SIZE = (
+    *("all_reduce", "all_reduce_coalesced", "broadcast", "reduce"),
+    *("all_gather_single", "all_gather_single_coalesced"),
+    *("reduce_scatter_single", "reduce_scatter_single_coalesced"),
+)
 """Collectives to which all ranks must pass the same number of bytes."""
+SILENT = {
+    *("abort", "bound_device_id", "boxed", "get_group_store", "group_desc", "group_name", "name", "rank"),
+    *("set_timeout", "shutdown", "size", "unbox"),
+}
+"""Methods and properties of a process group that send nothing to other ranks."""
+REFUSED = ("merge_remote_group", "recv_anysource", "split_group", "use_pg_for_symm_mem_rendezvous")
+"""Methods that nothing here calls, and that the record has no name for."""
 
 
 class EarlyBufferAccess(AssertionError):
@@ -60,8 +77,9 @@ class CommRecorder:
         self._numbers = itertools.count()
         self._buffer_guard = BufferGuard()
 
-    def post(self, group: Any, kind: str, tensors: list[torch.Tensor], peer: int | None = None) -> int:
-        """Record the start of an operation; return its number. peer: group rank of a send or receive."""
+    def post(self, group: Any, kind: str, tensors: list[torch.Tensor], peer: int | None = None, **fields: Any) -> int:
+        """Record the start of an operation; return its number. peer: group rank of a send or receive. fields: more of
+        the event."""
         number = next(self._numbers)
         if group.group_name not in self.members:
             self.members[group.group_name] = list(dist.get_process_group_ranks(group))
@@ -76,8 +94,9 @@ class CommRecorder:
                 "host": group.group_name in self.hosts,
                 "peer": None if peer is None else members[peer],
                 "batch": self.batch,
-                "bytes": sum(item.numel() * item.element_size() for item in tensors),
+                "bytes": sum(item.nbytes for item in tensors),
             }
+            | fields
         )
         return number
 
@@ -191,12 +210,32 @@ def _collective(recorder: CommRecorder, call: Callable[..., Any], kind: str) -> 
     @functools.wraps(call)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         tensors = [leaf for leaf in tree_leaves(list(args)) if isinstance(leaf, torch.Tensor)]
-        number = recorder.post(self, kind, tensors if kind in SAME_SIZE else [])
+        fields = _exchanged_bytes(self.size(), *args, **kwargs) if kind == "all_to_all_single" else {}
+        number = recorder.post(self, kind, tensors if kind in SAME_SIZE else [], **fields)
         returned = call(self, *args, **kwargs)
         recorder.start(number, returned, kind, self.group_name in recorder.hosts, tensors)
         return returned
 
     return wrapped
+
+
+def _exchanged_bytes(
+    size: int,
+    output: torch.Tensor,
+    input: torch.Tensor,
+    output_split_sizes: Sequence[int],
+    input_split_sizes: Sequence[int],
+    *_: Any,
+    **__: Any,
+) -> dict[str, list[int]]:
+    """Return the bytes that a rank sends to and receives from each rank of the group in an all-to-all."""
+
+    def parts(tensor: torch.Tensor, split_sizes: Sequence[int]) -> list[int]:
+        if not split_sizes:
+            return [tensor.nbytes // size] * size
+        return [rows * (tensor.nbytes // max(1, len(tensor))) for rows in split_sizes]
+
+    return {"sends": parts(input, input_split_sizes), "receives": parts(output, output_split_sizes)}
 
 
 def _exchange(recorder: CommRecorder, call: Callable[..., Any], kind: str) -> Callable[..., Any]:

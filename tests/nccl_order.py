@@ -6,7 +6,7 @@
 - Gloo groups, for host values, do the same, except that their sends never block.
 - A rank passes a wait only once the operation is done. (With NCCL only the device waits, so what does not hang here
   does not hang there.)
-- At the end every device operation must have been waited for.
+- At the end every device operation must have been waited for, and every message have been received.
 """
 
 from __future__ import annotations
@@ -101,10 +101,15 @@ class Simulator:
                     has_progressed = True
         if self.errors:
             return self.errors
-        return [
+        stuck = [
             f"rank {rank} would wait for ever for {self._waits_for(rank)}"
             for rank, record in enumerate(self.records)
             if self.positions[rank] < len(record)
+        ]
+        return stuck or [
+            f"rank {receiver} never receives {count} of the messages that rank {sender} sends it in the group {group}"
+            for (group, sender, receiver), count in self.gloo_sends.items()
+            if count
         ]
 
     def _waits_for(self, rank: int) -> str:
@@ -169,7 +174,20 @@ class Simulator:
         if len(sizes := {entry.ops[0]["bytes"] for entry in heads.values()}) > 1:
             self.errors.append(f"ranks give different numbers of bytes to a {first['kind']} of {list(heads)}: {sizes}")
             return False
+        if first["kind"] == "all_to_all_single":
+            self._check_parts(group, heads)
         return all([self._complete(group, rank) for rank in heads])
+
+    def _check_parts(self, group: str, heads: dict[int, _Launch]) -> None:
+        """Check that each rank of an all-to-all receives as many bytes from each other as that one sends to it."""
+        members = list(self.members[group])
+        for sender, entry in heads.items():
+            for receiver, sent in zip(members, entry.ops[0]["sends"], strict=True):
+                if (received := heads[receiver].ops[0]["receives"][members.index(sender)]) != sent:
+                    self.errors.append(
+                        f"rank {sender} sends {sent} bytes to rank {receiver}, which receives {received}, in an "
+                        f"all_to_all_single of {members}"
+                    )
 
     def _match_exchanges(self, group: str, heads: dict[int, _Launch]) -> bool:
         """Complete sends and receives whose peers have reached the other end."""

@@ -1,4 +1,4 @@
-"""Two ranks that access buffers of a transfer in flight, as argv[1] says."""
+"""Two ranks that access buffers of a transfer in flight, or combine collectives into one, as argv[1] says."""
 
 import json
 import sys
@@ -31,5 +31,18 @@ except comm_recorder.EarlyBufferAccess as problem:
 for work in works:
     work.wait()
 received.add_(1)
+if access == "coalesced":
+    halves, whole = torch.zeros(2), torch.ones(4)
+    for call in (
+        lambda: dist.all_reduce(whole),
+        lambda: dist.all_gather_into_tensor(whole, halves),
+        lambda: dist.reduce_scatter_tensor(halves, whole),
+    ):
+        with dist._coalescing_manager(async_ops=True) as work:
+            call()
+            call()
+        work.wait()
+    # Rank 0 sends two elements to rank 1, which sends it one.
+    dist.all_to_all_single(torch.zeros(2 if rank else 1), out[: 2 - rank], [rank * 2, 1 - rank], [rank, 2 - 2 * rank])
 print("RESULT", json.dumps({"error": error, "received": received.tolist()}))
 ranks.shutdown()

@@ -8,6 +8,8 @@ from typing import Any
 
 import nccl_order
 import pytest
+import torch.distributed as dist
+from comm_recorder import COLLECTIVES, REFUSED, SILENT
 
 
 @pytest.mark.parametrize(
@@ -24,6 +26,22 @@ def test_detects_buffer_access_before_wait(
     for rank, result in enumerate(run_ranks(2, "tests/ranks_comm_recorder.py", access)):
         assert (message in result["error"]) and bool(message) == bool(result["error"])
         assert access == "written" or result["received"] == [2.0 - rank] * 4
+
+
+def test_knows_all_methods_of_a_process_group() -> None:
+    """A method that torch adds may communicate, which would be missing in every record."""
+    methods = {name for name in dir(dist.ProcessGroup) if not name.startswith("_") and not name.isupper()}
+    recorded = {name for name in COLLECTIVES if not name.startswith("_")} | {"send", "recv"}
+    assert methods - {"BackendType"} == recorded | SILENT | set(REFUSED)
+
+
+def test_records_coalesced_collectives(run_ranks: Any) -> None:
+    """Megatron's distributed optimizer reduces gradients and gathers parameters by these."""
+    run_ranks(2, "tests/ranks_comm_recorder.py", "coalesced")
+    files = sorted(run_ranks.folder.glob(f"{run_ranks.launches}_*.record"))
+    kinds = nccl_order.check([nccl_order.read(file) for file in files])
+    expected = ("all_gather_single_coalesced", "all_reduce_coalesced", "reduce_scatter_single_coalesced")
+    assert [kinds[kind] for kind in expected] == [2, 2, 2] and kinds["all_to_all_single"] == 2
 
 
 def test_records_communication(run_ranks: Any) -> None:

@@ -141,3 +141,21 @@ def test_detects_a_missing_wait() -> None:
     a.batch(members, ("send", 1), wait=False)
     b.batch(members, ("receive", 0))
     assert find_faults([a, b]) == "rank 0: nobody has waited for send to rank 1 (8 bytes, group of [0, 1])"
+
+
+def test_detects_parts_of_an_all_to_all_that_differ() -> None:
+    members, (a, b) = make_records(2)
+    a.post("all_to_all_single", members, sends=[0, 8], receives=[0, 4])
+    b.post("all_to_all_single", members, sends=[4, 0], receives=[8, 0])
+    assert check([a.events, b.events])["all_to_all_single"] == 2
+    a.post("all_to_all_single", members, sends=[0, 8], receives=[0, 4])
+    b.post("all_to_all_single", members, sends=[4, 0], receives=[12, 0])
+    assert "rank 0 sends 8 bytes to rank 1, which receives 12" in find_faults([a, b])
+
+
+def test_detects_messages_that_nobody_receives() -> None:
+    members, (a, b) = make_records(2)
+    for _ in range(2):
+        a.post("send", members, host=True, peer=1)
+    b.post("receive", members, host=True, peer=0)
+    assert "rank 1 never receives 1 of the messages that rank 0 sends it" in find_faults([a, b])
