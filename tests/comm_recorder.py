@@ -231,9 +231,9 @@ def _exchanged_bytes(
     """Return the bytes that a rank sends to and receives from each rank of the group in an all-to-all."""
 
     def parts(tensor: torch.Tensor, split_sizes: Sequence[int]) -> list[int]:
-        if not split_sizes:
+        if not len(split_sizes):
             return [tensor.nbytes // size] * size
-        return [rows * (tensor.nbytes // max(1, len(tensor))) for rows in split_sizes]
+        return [int(rows) * (tensor.nbytes // max(1, len(tensor))) for rows in split_sizes]  # Megatron gives tensors
 
     return {"sends": parts(input, input_split_sizes), "receives": parts(output, output_split_sizes)}
 
