@@ -182,7 +182,8 @@ def check_fsdp(hf: HFConfig, config: Config, role: str) -> None:
     settings = role_config(config, role)
     is_actor, parallel = split_role(role)[0] == "actor", settings.parallel
     is_tied = bool(family_of(hf).gpt_kwargs(hf).get("share_embeddings_and_output_weights"))
-    if is_actor and parallel.pp > 1 and (is_tied or num_trained_mtp(hf, settings)):
+    trains_embedding = is_actor and not settings.lora.rank
+    if trains_embedding and parallel.pp > 1 and (is_tied or num_trained_mtp(hf, settings)):
         user = "output layer" if is_tied else "multi-token prediction"
         raise ConfigError(
             f"train.fsdp with {parallel.pp=} of the {role}, whose {user} uses the embedding: Megatron-Core 0.19.2 sums "

@@ -19,8 +19,8 @@ hash.
 `WeightChannel`. Each order names its "bucket" and says whether it is for the "draft" model.
 {"do": "join"} -> {}: this model, a draft model, takes part in the next session.
 {"do": "keep", "tensors": [names], "factors": {name: [dtype, shape]}} -> {}: copy these tensors to the host, and create
-the factors of adapters, which "write" and "read" then find like tensors. Does nothing when it is repeated.
-{"do": "select", "adapter": name, "factors": {name: [dtype, shape]}} -> {}: "write" and "read" find the factors of this
+the factors of adapters, which other orders then find like tensors. Does nothing when it is repeated.
+{"do": "select", "adapter": name, "factors": {name: [dtype, shape]}} -> {}: other orders find the factors of this
 adapter from now on, which the engine serves beside others, see `LoaderHooks`.
 {"do": "merge", "scale": s, "merges": [...]} -> {}: write the kept tensors with adapters merged, see `merge_adapters`.
 {"do": "finish", "experts": {layer: [experts]}} -> {}: the engine recomputes what it derives from weights and, if the

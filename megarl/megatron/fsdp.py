@@ -2,8 +2,8 @@
 
 Each rank keeps a range of the rows of every parameter. A layer's weights are gathered for its forward and its backward
 pass and then dropped, and its gradients are reduced and scattered in the backward pass. What is outside of layers
-(embedding, final norm, output layer, vision tower) is gathered for a whole pass. Between passes nothing is gathered: a
-parameter has its whole shape, but no memory.
+(embedding, final norm, output layer, vision tower) is gathered for a whole pass, but for adapters, each of which is
+gathered for its own. Between passes nothing is gathered: a parameter has its whole shape, but no memory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ class ShardedModel(FullyShardedDataParallel):  # type: ignore[misc]
     settings: of the model, whose `params_dtype` decides whether there are fp32 masters beside the weights.
     ddp: of `fsdp_config`.
     chunk: the model with arbitrary weights.
-    units: classes of modules outside of its layers that are gathered for their own passes, too.
+    units: classes of modules outside of its layers that are gathered for their own passes, too, and do not fetch ahead:
+        Megatron fetches in the order of parameters, in which these come after all layers, and a backward pass would so
+        fetch layers that it has passed.
     """
 
     def __init__(
@@ -47,9 +49,17 @@ class ShardedModel(FullyShardedDataParallel):  # type: ignore[misc]
         chunk: torch.nn.Module,
         units: Sequence[type[torch.nn.Module]] = (),
     ) -> None:
-        units = [TransformerLayer, MoETransformerLayer, MambaLayer, *units]
+        classes = [TransformerLayer, MoETransformerLayer, MambaLayer, *units]
+        modules = [module for module in chunk.modules() if isinstance(module, tuple(units))]
+        alone = {param for module in modules for param in module.parameters()}
         with _unchecked_dtensors():
-            super().__init__(settings, ddp, chunk, device=device.device(), fsdp_unit_modules=units)
+            super().__init__(settings, ddp, chunk, device=device.device(), fsdp_unit_modules=classes)
+        gather = self.module.all_gather_and_wait_parameters_ready
+
+        def gather_ahead(params: list[torch.nn.Parameter], prefetch: bool = True, **options: Any) -> None:
+            gather(params, prefetch=prefetch and alone.isdisjoint(params), **options)
+
+        self.module.all_gather_and_wait_parameters_ready = gather_ahead
         for module in self.module.modules():
             # Megatron's last hook swaps in the optimizer's DTensors, which no state dict of ours has.
             module._state_dict_pre_hooks.popitem()

@@ -76,12 +76,15 @@ def shard_weights(chunk: fsdp.ShardedModel, model_state: dict[str, Any], is_load
 
 
 @torch.no_grad()
-def load_weights(chunk: fsdp.ShardedModel, model_state: dict[str, Any]) -> None:
-    """Load what was read for `shard_weights`. `load_state` sets the fp32 masters."""
+def load_weights(chunk: fsdp.ShardedModel, model_state: dict[str, Any], strict: bool = True) -> None:
+    """Load what was read for `shard_weights`. `load_state` sets the fp32 masters.
+
+    strict: every parameter must be in it; a reference with LoRA has adapters alone.
+    """
     model = unwrap(chunk)
     for name, param in model.named_parameters():
-        if name in model_state:  # a reference has adapters alone
-            _fill(chunk.shard(param)[0], model_state.pop(name))
+        if strict or name in model_state:
+            _fill(chunk.shard(param)[0], model_state.pop(name, {}))  # a rank may have no row of it
     model.load_state_dict(model_state, strict=False)  # buffers
 
 

@@ -572,7 +572,7 @@ class MegatronModel:
     def _load_weights(self, weights: dict[str, Any], strict: bool = True) -> None:
         for chunk, state in zip(self.chunks, weights.values(), strict=True):
             if isinstance(chunk, fsdp.ShardedModel):
-                optimizer.load_weights(chunk, state)
+                optimizer.load_weights(chunk, state, strict)
             else:
                 unwrap(chunk).load_state_dict(state, strict=strict)
 

@@ -614,9 +614,9 @@ def sharded_state_bytes(elements: ElementCounts, dp: int, expert_dp: int, size: 
 def gathered_in_pass(hf: HFConfig, parallel: ParallelConfig, variant: ModelVariant, size: int) -> int:
     """Return an upper bound on the bytes that Megatron-FSDP gathers, and has to reduce, at a time in a pass.
 
-    Weights of the parts that are no layers, and of a layer with those fetched ahead of it, of at least half of 1e9
-    elements; fp32 gradients of the same parts, and of the layers waiting to be reduced, of at least 1e9 elements
-    (`suggested_communication_unit_size` in megatron_fsdp.py).
+    Weights of the parts that are no layers, and of a layer with those fetched ahead of it, of half of 1e9 elements and
+    up to a layer more; fp32 gradients of the same parts, and of the layers waiting to be reduced, of at least 1e9
+    elements (`suggested_communication_unit_size` in megatron_fsdp.py).
 
     size: bytes of a weight.
     """
@@ -631,7 +631,8 @@ def gathered_in_pass(hf: HFConfig, parallel: ParallelConfig, variant: ModelVaria
         by_layer = [counts[layer] for layer in layers]
         return others + min(sum(by_layer), max(by_layer) + ahead)
 
-    return gathered(sizes, unit // 2) * size + gathered(trained, unit) * 4
+    ahead = unit // 2 + max(sizes[layer] for layer in layers)
+    return gathered(sizes, ahead) * size + gathered(trained, unit) * 4
 
 
 def offloaded_bytes(elements: ElementCounts, dp: int, expert_dp: int, offloaded: float) -> dict[str, int]:

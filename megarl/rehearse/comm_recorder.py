@@ -56,8 +56,8 @@ SILENT = {
     *("set_timeout", "shutdown", "size", "unbox"),
 }
 """Methods and properties of a process group that send nothing to other ranks."""
-REFUSED = ("merge_remote_group", "recv_anysource", "split_group", "use_pg_for_symm_mem_rendezvous")
-"""Methods that nothing here calls, and that the record has no name for."""
+UNRECORDED = ("merge_remote_group", "recv_anysource", "split_group", "use_pg_for_symm_mem_rendezvous")
+"""Methods that a record has no name for: to call them while recording is an error."""
 
 
 NUM_CALLS = 4
@@ -209,6 +209,8 @@ def install() -> CommRecorder:
     for name, kind in COLLECTIVES.items():
         if hasattr(group, name):
             setattr(group, name, _collective(recorder, getattr(group, name), kind))
+    for name in UNRECORDED:
+        setattr(group, name, _refuse(name))
     for name, kind in {"send": "send", "recv": "receive"}.items():
         setattr(group, name, _exchange(recorder, getattr(group, name), kind))
     wait = work.wait
@@ -223,6 +225,13 @@ def install() -> CommRecorder:
     dist.batch_isend_irecv = dist.distributed_c10d.batch_isend_irecv = _batch(recorder, dist.batch_isend_irecv)
     dist.new_group = dist.distributed_c10d.new_group = _new_group(recorder, dist.new_group)
     return recorder
+
+
+def _refuse(name: str) -> Callable[..., Any]:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise NotImplementedError(f"ProcessGroup.{name} cannot be recorded")
+
+    return refuse
 
 
 def _collective(recorder: CommRecorder, call: Callable[..., Any], kind: str) -> Callable[..., Any]:

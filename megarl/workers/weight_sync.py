@@ -303,7 +303,8 @@ class WeightSync:
 
     def _make_executor(self, plan: ReshardPlan) -> Executor:
         period = self.config.rollout.verify_weights_every
-        return Executor(plan, self.job.rank, period, device.allocate_shared, self._is_compared)
+        is_compared = self._is_compared if plan is self.plan else lambda adapter: True
+        return Executor(plan, self.job.rank, period, device.allocate_shared, is_compared)
 
     def _run_executor(
         self,

@@ -9,6 +9,9 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +47,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "MLA, EP 2": ("deepseek_v3", "actor", {"ep": 2}),
     "critic": ("qwen3_moe", "critic", {}),
     "PP 2": ("qwen3_moe", "actor", {"pp": 2}),
-    "LoRA": ("llama", "actor", LORA),
+    "LoRA, tied, PP 2": ("qwen2", "actor", LORA | {"pp": 2}),
     "LoRA, MoE, EP 2": ("qwen3_moe", "actor", LORA | {"ep": 2}),
     "LoRA, bf16": ("llama", "actor", LORA | BF16),
     "LoRA, critic, CP 2, recompute": ("qwen3_moe", "critic", LORA | {"cp": 2, "model": {"megatron": RECOMPUTE}}),
@@ -56,8 +59,28 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "PP 2, DP 2": ("qwen3_moe", "actor", {"pp": 2}),
 }
 """Name -> family, role, layout and sections."""
-WITH_IDLE_RANK = "untied", "PP 2, DP 2", "vision"
+WITH_IDLE_RANK = "untied", "PP 2, DP 2", "vision", "LoRA, MoE, EP 2"
 """Cases with a step in which some data parallel ranks have no sequence, and so no image."""
+
+
+GATHERS_COUNTED = "untied", "LoRA, MoE, EP 2"
+"""Cases with a step of one micro-batch in which gathers of layers are counted."""
+
+
+@contextmanager
+def counted_gathers(chunk: Any) -> Iterator[Counter[int]]:
+    """Count how often each bucket of parameters is gathered within the block."""
+    pipeline, gathers = chunk.module.all_gather_pipeline, Counter[int]()
+    gather = pipeline.async_bucket_gather
+
+    def count(bucket_id: int, bwd: bool) -> None:
+        status = pipeline.bucket_status[pipeline.get_bucket_key(bucket_id, bwd)]
+        gathers[bucket_id] += status.name in ("EMPTY", "PRESERVED")
+        gather(bucket_id, bwd)
+
+    pipeline.async_bucket_gather = count
+    yield gathers
+    pipeline.async_bucket_gather = gather
 
 
 def add_image(batch: Any, models: tuple[Any, ...]) -> Any:
@@ -107,6 +130,7 @@ def check(name: str, folder: Path) -> dict[str, Any]:
 
     from megarl.checkpoint.export import gather_hf
     from megarl.megatron.dist_checkpoint import async_copy_bytes, restore_model
+    from megarl.megatron.lora import named_adapters
     from megarl.megatron.optimizer import state_tensors
     from megarl.megatron.trainer_model import MegatronModel
 
@@ -148,6 +172,16 @@ def check(name: str, folder: Path) -> dict[str, Any]:
         for key, value in metrics[0].items():
             result[f"{key} {step}"] = abs(metrics[1][key] / value - 1) if value else abs(metrics[1][key])
         result[f"weights {step}"] = gap(whole(plain), whole(model))
+    if name in GATHERS_COUNTED:
+        one_each = tiny.batch((5, 5))
+        plain.train_step(one_each, loss)
+        with counted_gathers(model.chunks[0]) as gathers:
+            model.train_step(one_each, loss)
+        groups = model.chunks[0].param_and_grad_buffer.param_to_param_group
+        for param in named_adapters(model.chunks).values():  # a layer fetches ahead, and may come to adapters
+            gathers.pop(groups[param], None)
+        result["gathered for the forward and the backward pass alone"] = max(gathers.values()) == 2
+
     hf = [dict(gather_hf_of(each, gather_hf)) for each in (plain, model)]
     result["exported"] = gap(hf[0], hf[1])
 

@@ -11,7 +11,7 @@ import pytest
 CASES = ("untied", "MoE, EP 2", "LoRA, MoE, EP 2")
 MORE_CASES = (
     *("tied", "bf16", "MoE, CP 2, recompute", "MLA, EP 2", "critic", "TP 2", "PP 2", "vision", "MTP"),
-    *("LoRA", "LoRA, bf16", "LoRA, critic, CP 2, recompute"),
+    *("LoRA, tied, PP 2", "LoRA, bf16", "LoRA, critic, CP 2, recompute"),
 )
 OF_FOUR_RANKS = ("TP 2, DP 2, EP 2", "PP 2, DP 2", "LoRA, TP 2, DP 2, EP 2")
 

@@ -177,7 +177,7 @@ def test_stop_string_ends_at_the_token_that_completes_it(running: RunningEngine)
 
 
 def test_disconnect_frees_the_engine(running: RunningEngine) -> None:
-    config = replace(running.config.rollout, max_new_tokens=3000)
+    config = replace(running.config.rollout, max_new_tokens=900, max_context=1000)
 
     async def test(server: SessionServer, client: HTTPClient, chat: RecordingTemplate) -> None:
         server._renderer.config = config
