@@ -6,7 +6,7 @@ rank starts like a fresh interpreter.
 Reads one order per line: {"script", "args", "environment", "world", "outputs": a file per rank, "timeout",
 "fresh": start interpreters instead of forks, "record": record what the ranks communicate}. Answers with one line: the
 exit status of each rank, None for ranks that were killed after the timeout. The communication record of a rank
-(`comm_recorder.py`) is written beside its output.
+(`megarl.rehearse.comm_recorder`) is written beside its output.
 """
 
 from __future__ import annotations
@@ -34,10 +34,9 @@ def preload() -> None:
     """Import modules in the order of ranks: Megatron with its CPU shim comes first."""
     if "torch" in sys.modules:
         return
-    import comm_recorder  # noqa: F401
-
     import megarl.flow
     import megarl.megatron.dist_checkpoint
+    import megarl.rehearse.comm_recorder  # noqa: F401
     import megarl.workers.critic
     import megarl.workers.rollout  # noqa: F401
 
@@ -77,7 +76,7 @@ def fork(order: dict[str, Any], rank: int) -> int:
         search_path = [str(Path(order["script"]).parent), *environment.get("PYTHONPATH", "").split(os.pathsep)]
         sys.path[:0] = [folder for folder in search_path if folder not in sys.path]
         if order["record"]:
-            import comm_recorder
+            from megarl.rehearse import comm_recorder
 
             record = comm_recorder.install()
         runpy.run_path(order["script"], run_name="__main__")

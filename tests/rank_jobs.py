@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import nccl_order
 import pytest
 
+from megarl.rehearse import nccl_order
 from megarl.utils.addresses import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,7 +42,7 @@ class RankJobs:
         """Run a script as `world` ranks; return what each prints in its last line `RESULT {json}`.
 
         fresh: start interpreters instead of forks; a process that may use a GPU must not be a fork.
-        is_one_job: check that the ranks' communication would not hang on NCCL, see `nccl_order.py`.
+        is_one_job: check that the ranks' communication would not hang on NCCL, see `megarl.rehearse.nccl_order`.
         """
         texts, records = self.run(world, script, *args, timeout=timeout, fresh=fresh)
         if is_one_job and len(records) == world:
@@ -66,7 +66,8 @@ class RankJobs:
     ) -> tuple[list[str], list[Path]]:
         """Run a script as `world` ranks; return the output of each and the records of their communication.
 
-        record: whether ranks record their communication, see `comm_recorder.py`. variables: more environment variables.
+        record: whether ranks record their communication, see `megarl.rehearse.comm_recorder`.
+        variables: more environment variables.
         """
         self.launches += 1
         outputs = [self.folder / f"{self.launches}_{rank}.txt" for rank in range(world)]

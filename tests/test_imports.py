@@ -29,6 +29,7 @@ LAYERS = (
     {"controllers"},
     {"checkpointing", "dry_run"},
     {"flow", "model_sources"},
+    {"rehearse"},
     {"chat", "train"},
     {"eval"},
 )

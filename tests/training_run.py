@@ -16,7 +16,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import nccl_order
 import pytest
 import torch
 from rank_jobs import shared_jobs
@@ -24,6 +23,7 @@ from safetensors.torch import load_file
 
 from megarl.config import load_config
 from megarl.engine.engine_host import HOST_VARIABLE
+from megarl.rehearse import nccl_order
 
 ROOT = Path(__file__).resolve().parent.parent
 

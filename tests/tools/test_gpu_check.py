@@ -37,8 +37,11 @@ def run_check(*arguments: str, hide_gpus: bool = True) -> subprocess.CompletedPr
 
 
 def test_without_a_gpu_every_row_is_skipped(tmp_path: Path) -> None:
-    process = run_check("--json", str(tmp_path / "found.json"))
+    process = run_check("--json", str(tmp_path / "found.json"), "--report", str(tmp_path / "gpu.md"))
     assert process.returncode == 3, process.stderr
+    report = (tmp_path / "gpu.md").read_text().splitlines()
+    assert "no GPU, torch 2" in report[0] and len(report) == 4 + len(ROWS)
+    assert report[4] == "| `quickstart` | the quickstart, shortened | not here | 0 | no NVIDIA GPU |"
     rows = json.loads((tmp_path / "found.json").read_text())["rows"]
     assert list(rows) == list(ROWS)
     assert {(row["state"], row["text"]) for row in rows.values()} == {("not here", "no NVIDIA GPU")}
@@ -74,6 +77,27 @@ def test_hanging_or_crashing_row_fails() -> None:
     assert (crashed.state, crashed.text) == ("failed", "ended with -11: Segmentation fault")
 
 
+def test_no_row_starts_after_the_time(tmp_path: Path) -> None:
+    """Six seconds, of which the first row takes one at least, are too few for another one."""
+    process = run_check(
+        *("--device", "cpu", "--only", "local,ipc", "--minutes", "0.1", "--json", str(tmp_path / "found.json"))
+    )
+    assert process.stderr == ""
+    first, second = json.loads((tmp_path / "found.json").read_text())["rows"].values()
+    assert process.returncode == (1 if first["state"] == "failed" else 0)
+    assert (second["state"], second["text"]) == ("not run", "the 0.1 minutes were over; run it by --only local"), first
+
+
+def test_timeouts_fit_into_ten_minutes_but_for_a_few_rows_that_hang() -> None:
+    assert ROWS["quickstart"].timeout_s + 4 * 60 < 600
+    assert next(iter(ROWS)) == "quickstart" and set(gpu_check.FIRST_LOOK) <= ROWS.keys()
+
+
+def test_two_minutes_sets_other_options() -> None:
+    process = run_check("--two-minutes", "--only", "ipc")
+    assert process.returncode == 2 and "remove them" in process.stderr
+
+
 def test_exit_status_distinguishes_failures_from_skips() -> None:
     passed, failed, missing = CheckResult("passed", ""), CheckResult("failed", ""), CheckResult("not here", "")
     assert status({"a": passed, "b": missing}) == 0
@@ -90,6 +114,6 @@ def test_loss_curve_must_match_and_fall() -> None:
 
 
 def test_rejects_unknown_rows() -> None:
-    with pytest.raises(ConfigError, match="no row 'nccl'.*there are exact, speed"):
+    with pytest.raises(ConfigError, match="no row 'nccl'.*there are quickstart, exact"):
         parse_rows("nccl")
     assert parse_rows("local,ipc") == ["ipc", "local"]

@@ -1,4 +1,4 @@
-"""The rows of `gpu_check.py` in their order: cheap and informative ones come first."""
+"""The rows of `gpu_check.py` in their order: the quickstart, then the others, cheap ones first."""
 
 from __future__ import annotations
 
@@ -14,46 +14,48 @@ LOOP = (*TE, "sglang", "torch_memory_saver")
 
 @dataclass(frozen=True)
 class Row:
-    """`work`: module of this folder and its function, device -> Found. `needs`: modules that must import, with the
-    device `cuda`, and on any. `cpu`: whether it has a form without a GPU, which tests the row's own code."""
+    """`work`: module of this folder and its function, device -> CheckResult. `needs`: modules that must import, with
+    the device `cuda`, and on any. `cpu`: whether it has a form without a GPU, which tests the row's own code."""
 
     title: str
     work: str
     needs: tuple[str, ...] = ()
     cpu: bool = False
-    timeout_s: float = 300.0
+    timeout_s: float = 60.0  # on a GPU
     needs_anywhere: tuple[str, ...] = ("torch",)
 
 
 ROWS: dict[str, Row] = {
+    "quickstart": Row("the quickstart, shortened", "loop:quickstart", LOOP, timeout_s=240),
     "exact": Row("kernels against references", "kernels:exact", ("triton",), cpu=True),
-    "speed": Row("kernels against a copy", "kernels:speed", ("triton",)),
-    "ipc": Row("hand-off between processes", "handing:hand_off", cpu=True, timeout_s=120),
-    "saver": Row("memory saver", "saver:pause", ("torch_memory_saver",), timeout_s=120),
-    "alone": Row("collectives of one rank", "collectives:single_rank", cpu=True, timeout_s=120),
-    "shared": Row("collectives of two processes on one device", "collectives:shared", cpu=True, timeout_s=120),
+    "ipc": Row("hand-off between processes", "handing:hand_off", cpu=True),
+    "saver": Row("memory saver", "saver:pause", ("torch_memory_saver",)),
+    "alone": Row("collectives of one rank", "collectives:single_rank", cpu=True),
+    "shared": Row("collectives of two processes on one device", "collectives:shared", cpu=True),
+    "te": Row("training step, Transformer Engine, bf16 beside fp32 on the CPU", "training:engine", TE, timeout_s=120),
+    "memory": Row("memory predicted against measured", "memory:states", TE),
     "local": Row(
         "training step, Megatron's local modules, bf16 beside fp32 on the CPU",
         "training:local",
         cpu=True,
-        timeout_s=600,
+        timeout_s=120,
         needs_anywhere=("torch", "megatron"),
     ),
-    "te": Row("training step, Transformer Engine, bf16 beside fp32 on the CPU", "training:engine", TE, timeout_s=600),
     "replay": Row(
         "replayed routing (R3), bf16 beside fp32 on the CPU",
         "training:replay",
         cpu=True,
-        timeout_s=600,
+        timeout_s=120,
         needs_anywhere=("torch", "megatron"),
     ),
-    "memory": Row("memory predicted against measured", "memory:states", TE),
-    "fp8": Row("FP8 training beside bf16", "training:fp8", TE, timeout_s=600),
+    "fp8": Row("FP8 training beside bf16", "training:fp8", TE, timeout_s=120),
     "compile": Row("torch.compile", "compiled:compiled", cpu=True),
-    "engine": Row("the real engine: weight syncs, log-prob gap", "loop:engine", LOOP, timeout_s=600),
-    "quickstart": Row("the quickstart, shortened", "loop:quickstart", LOOP, timeout_s=1200),
-    "tests": Row("pytest -m gpu", "tests:tests", ("pytest", "hypothesis"), timeout_s=600),
+    "speed": Row("kernels against a copy", "kernels:speed", ("triton",)),
+    "engine": Row("the real engine: weight syncs, log-prob gap", "loop:engine", LOOP, timeout_s=180),
+    "tests": Row("pytest -m gpu", "tests:tests", ("pytest", "hypothesis"), timeout_s=240),
 }
+FIRST_LOOK = ("exact", "ipc", "saver", "alone", "te")
+"""Rows of `--two-minutes`."""
 
 
 def parse_rows(text: str) -> list[str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from nccl_order import Event, InvalidCommunication, check
+
+from megarl.rehearse.nccl_order import Event, InvalidCommunication, check
 
 pytestmark = pytest.mark.alone
 
@@ -105,10 +106,14 @@ def test_detects_mismatched_collectives() -> None:
     assert find_faults([a, b]) == "rank 0 would wait for ever for all_reduce (8 bytes, group of [0, 1])"
     b.post("all_gather", members)
     assert "do different things at the same time" in find_faults([a, b])
-    members, (a, b) = make_records(2)
-    a.post("broadcast", members, bytes=8)
-    b.post("broadcast", members, bytes=16)
-    assert "different numbers of bytes" in find_faults([a, b])
+    members, records = make_records(3)
+    for item in records:
+        item.post("broadcast", members, bytes=8 + 8 * (item.rank == 2), calls=f"file.py:{item.rank}")
+    assert find_faults(records) == (
+        "ranks give different numbers of bytes to a collective: "
+        "rank 0 does broadcast (8 bytes, group of [0, 1, 2], called by file.py:0), "
+        "rank 2 does broadcast (16 bytes, group of [0, 1, 2], called by file.py:2)"
+    )
 
 
 def test_detects_mismatched_batches() -> None:

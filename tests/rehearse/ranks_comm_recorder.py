@@ -3,12 +3,12 @@
 import json
 import sys
 
-import comm_recorder
 import torch
 import torch.distributed as dist
 
 from megarl.config import ParallelConfig
 from megarl.parallel import ranks
+from megarl.rehearse import comm_recorder
 
 access = sys.argv[1]
 ranks.initialize(ParallelConfig(world_size=2))

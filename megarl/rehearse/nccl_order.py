@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,7 +74,15 @@ def _missing_waits(records: Sequence[Sequence[Event]]) -> list[str]:
 
 def _describe(event: Event) -> str:
     peer = "" if event["peer"] is None else f" {'to' if event['kind'] == 'send' else 'from'} rank {event['peer']}"
-    return f"{event['kind']}{peer} ({event['bytes']} bytes, group of {event['members']})"
+    calls = f", called by {event['calls']}" if event.get("calls") else ""
+    return f"{event['kind']}{peer} ({event['bytes']} bytes, group of {event['members']}{calls})"
+
+
+def _different(heads: Mapping[int, _Launch], field: str) -> str:
+    """Describe what two ranks do that differ in a field."""
+    rank, entry = next(iter(heads.items()))
+    other = next(other for other, launch in heads.items() if launch.ops[0][field] != entry.ops[0][field])
+    return f"rank {rank} does {_describe(entry.ops[0])}, rank {other} does {_describe(heads[other].ops[0])}"
 
 
 class Simulator:
@@ -169,10 +177,10 @@ class Simulator:
         if len(heads) < len(self.members[group]):
             return False
         if len(set(kinds_by_rank.values())) > 1:
-            self.errors.append(f"the ranks of {list(heads)} do different things at the same time: {kinds_by_rank}")
+            self.errors.append(f"ranks do different things at the same time: {_different(heads, 'kind')}")
             return False
-        if len(sizes := {entry.ops[0]["bytes"] for entry in heads.values()}) > 1:
-            self.errors.append(f"ranks give different numbers of bytes to a {first['kind']} of {list(heads)}: {sizes}")
+        if len({entry.ops[0]["bytes"] for entry in heads.values()}) > 1:
+            self.errors.append(f"ranks give different numbers of bytes to a collective: {_different(heads, 'bytes')}")
             return False
         if first["kind"] == "all_to_all_single":
             self._check_parts(group, heads)
@@ -185,8 +193,8 @@ class Simulator:
             for receiver, sent in zip(members, entry.ops[0]["sends"], strict=True):
                 if (received := heads[receiver].ops[0]["receives"][members.index(sender)]) != sent:
                     self.errors.append(
-                        f"rank {sender} sends {sent} bytes to rank {receiver}, which receives {received}, in an "
-                        f"all_to_all_single of {members}"
+                        f"rank {sender} sends {sent} bytes to rank {receiver}, which receives {received}, in "
+                        f"{_describe(heads[sender].ops[0])}"
                     )
 
     def _match_exchanges(self, group: str, heads: dict[int, _Launch]) -> bool:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-import nccl_order
 import pytest
 import torch.distributed as dist
-from comm_recorder import COLLECTIVES, SILENT, UNRECORDED
+
+from megarl.rehearse import nccl_order
+from megarl.rehearse.comm_recorder import COLLECTIVES, SILENT, UNRECORDED
 
 
 @pytest.mark.parametrize(
@@ -23,7 +24,7 @@ from comm_recorder import COLLECTIVES, SILENT, UNRECORDED
 def test_detects_buffer_access_before_wait(
     run_ranks: Callable[..., list[dict[str, Any]]], access: str, message: str
 ) -> None:
-    for rank, result in enumerate(run_ranks(2, "tests/ranks_comm_recorder.py", access)):
+    for rank, result in enumerate(run_ranks(2, "tests/rehearse/ranks_comm_recorder.py", access)):
         assert (message in result["error"]) and bool(message) == bool(result["error"])
         assert access == "written" or result["received"] == [2.0 - rank] * 4
 
@@ -37,7 +38,7 @@ def test_knows_all_methods_of_a_process_group() -> None:
 
 def test_records_coalesced_collectives(run_ranks: Any) -> None:
     """Megatron's distributed optimizer reduces gradients and gathers parameters by these."""
-    run_ranks(2, "tests/ranks_comm_recorder.py", "coalesced")
+    run_ranks(2, "tests/rehearse/ranks_comm_recorder.py", "coalesced")
     files = sorted(run_ranks.folder.glob(f"{run_ranks.launches}_*.record"))
     kinds = nccl_order.check([nccl_order.read(file) for file in files])
     expected = ("all_gather_single_coalesced", "all_reduce_coalesced", "reduce_scatter_single_coalesced")
@@ -46,7 +47,7 @@ def test_records_coalesced_collectives(run_ranks: Any) -> None:
 
 def test_records_communication(run_ranks: Any) -> None:
     """Two ranks meet, create a host group, and send each other 16 bytes."""
-    run_ranks(2, "tests/ranks_comm_recorder.py", "neither")
+    run_ranks(2, "tests/rehearse/ranks_comm_recorder.py", "neither")
     files = sorted(run_ranks.folder.glob(f"{run_ranks.launches}_*.record"))
     records = [nccl_order.read(file) for file in files]
     assert len(records) == 2 and nccl_order.check(records) == {"all_reduce": 2, "send": 2, "receive": 2}
@@ -56,4 +57,7 @@ def test_records_communication(run_ranks: Any) -> None:
             ("send", 1 - rank, 16),
             ("receive", 1 - rank, 16),
         ]
-        assert json.dumps(record)
+        script = (Path(__file__).parent / "ranks_comm_recorder.py").read_text().splitlines()
+        for event in batch:
+            file, _, line = event["calls"].partition(" < ")[0].partition(":")
+            assert file == "tests/rehearse/ranks_comm_recorder.py" and "batch_isend_irecv" in script[int(line) - 1]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,11 @@ UNRECORDED = ("merge_remote_group", "recv_anysource", "split_group", "use_pg_for
 """Methods that a record has no name for: to call them while recording is an error."""
 
 
+NUM_CALLS = 4
+"""Lines of code that a record has for each operation."""
+_ROOT = str(Path(__file__).resolve().parents[2]) + "/"
+
+
 class EarlyBufferAccess(AssertionError):
     """A buffer was used between the start of its transfer and the wait for it."""
 
@@ -95,6 +101,7 @@ class CommRecorder:
                 "peer": None if peer is None else members[peer],
                 "batch": self.batch,
                 "bytes": sum(item.nbytes for item in tensors),
+                "calls": _call_sites(),
             }
             | fields
         )
@@ -119,6 +126,18 @@ class CommRecorder:
 
     def write(self, path: Path) -> None:
         path.write_text("".join(json.dumps(event) + "\n" for event in self.events))
+
+
+def _call_sites() -> str:
+    """Return the lines of code outside of torch that lead to the current operation, the innermost first."""
+    calls: list[str] = []
+    frame = sys._getframe(1)
+    while frame is not None and len(calls) < NUM_CALLS:
+        file = frame.f_code.co_filename
+        if file != __file__ and "/torch/" not in file and not file.startswith("<"):
+            calls.append(f"{file.rpartition('site-packages/')[2].removeprefix(_ROOT)}:{frame.f_lineno}")
+        frame = frame.f_back  # type: ignore[assignment]
+    return " < ".join(calls)
 
 
 class BufferGuard(TorchDispatchMode):
@@ -192,8 +211,8 @@ def install() -> CommRecorder:
             setattr(group, name, _collective(recorder, getattr(group, name), kind))
     for name in UNRECORDED:
         setattr(group, name, _refuse(name))
-    group.send = _exchange(recorder, group.send, "send")
-    group.recv = _exchange(recorder, group.recv, "receive")
+    for name, kind in {"send": "send", "recv": "receive"}.items():
+        setattr(group, name, _exchange(recorder, getattr(group, name), kind))
     wait = work.wait
 
     @functools.wraps(wait)
@@ -202,7 +221,7 @@ def install() -> CommRecorder:
         recorder.wait(self)
         return result
 
-    work.wait = wait_and_record
+    work.wait = wait_and_record  # type: ignore[method-assign, assignment]
     dist.batch_isend_irecv = dist.distributed_c10d.batch_isend_irecv = _batch(recorder, dist.batch_isend_irecv)
     dist.new_group = dist.distributed_c10d.new_group = _new_group(recorder, dist.new_group)
     return recorder
@@ -219,7 +238,7 @@ def _collective(recorder: CommRecorder, call: Callable[..., Any], kind: str) -> 
     @functools.wraps(call)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         tensors = [leaf for leaf in tree_leaves(list(args)) if isinstance(leaf, torch.Tensor)]
-        fields = _exchanged_bytes(self.size(), *args, **kwargs) if kind == "all_to_all_single" else {}
+        fields: dict[str, Any] = _exchanged_bytes(self.size(), *args, **kwargs) if kind == "all_to_all_single" else {}
         number = recorder.post(self, kind, tensors if kind in SAME_SIZE else [], **fields)
         returned = call(self, *args, **kwargs)
         recorder.start(number, returned, kind, self.group_name in recorder.hosts, tensors)
