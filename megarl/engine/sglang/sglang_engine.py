@@ -131,6 +131,7 @@ class SGLangEngine(HTTPEngine):
         settings = {
             "server_args": arguments,
             "start_method": self._platform.START_METHOD,
+            "has_truncated_sampling": rollout.has_truncated_sampling or rollout.eval_config.has_truncated_sampling,
             "secret": job_secret.engine_secret(self.name),
         }
         return ServerLaunch(SERVER, sys.executable, _environment(self.config, self.threads), settings)
