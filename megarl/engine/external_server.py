@@ -154,7 +154,7 @@ class _Session:
 class ExternalServer:
     """Starts an engine, and serves one run after the other at HOST:PORT.
 
-    config: that of the run; its `parallel` and `placement` do not matter. folder: for logs. threads: as for
+    config: that of the run; of its `parallel` and `placement` only `ranks_per_gpu` matters. folder: for logs. threads: as for
     `EngineBackend.make_engine`.
     """
 

@@ -94,6 +94,8 @@ def initialize(parallel: ParallelConfig, timeout_s: float = 1800.0) -> Ranks:
 def join(world_size: int, timeout_s: float = 1800.0, ranks_per_gpu: int = 1) -> Job:
     """Join the process group that torchrun describes in the environment. Call once, before creating layouts.
 
+    Raises ConfigError if another number of ranks was started, or as `device.check_sharing`.
+
     All ranks communicate once before this returns: NCCL creates a communicator on first use, which must not be an
     exchange in which not all ranks take part.
     """

@@ -9,12 +9,14 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import tiny_models
 from engine_config import make_config
 
 from megarl.engine.sglang import sglang_cuda
 from megarl.engine.sglang.sglang_engine import SGLangEngine, gpu_offsets
 
+pytestmark = pytest.mark.alone
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -25,6 +27,7 @@ def test_offsets_count_from_the_first_ranks_gpu() -> None:
     assert gpu_offsets(1, 3, 4) == [0, 0, 0]
 
 
+@pytest.mark.slow
 def test_ranks_start_on_their_gpus(tmp_path: Path) -> None:
     """SGLang accepts the settings, without a GPU except for `device`, and gives the ranks these GPUs."""
     config = make_config(tiny_models.save(tiny_models.qwen3_moe(), tmp_path / "model"), tmp_path / "run", tp=4, ep=4)
