@@ -154,8 +154,8 @@ class _Session:
 class ExternalServer:
     """Starts an engine, and serves one run after the other at HOST:PORT.
 
-    config: that of the run; of its `parallel` and `placement` only `ranks_per_gpu` matters. folder: for logs. threads: as for
-    `EngineBackend.make_engine`.
+    config: that of the run; of its `parallel` and `placement` only `ranks_per_gpu` matters. folder: for logs. threads:
+    as for `EngineBackend.make_engine`.
     """
 
     def __init__(self, config: Config, address: str, folder: Path, threads: int = 0) -> None:
