@@ -49,6 +49,7 @@ from megarl.megatron.parameter_names import named_params
 from megarl.megatron.sparse_attention import ReplayedDSAttention, SparseAttention
 from megarl.models import megatron_fields as fields
 from megarl.models import norm_counting, qwen_vl
+from megarl.models.activation_memory import can_fuse_activation
 from megarl.models.deepseek_sparse import INDEXER, is_indexer
 from megarl.models.family import Extras
 from megarl.models.layout_algebra import padded_vocab
@@ -63,8 +64,10 @@ _SOFTMAX = "scaled_upper_triang_masked_softmax_cuda", "scaled_masked_softmax_cud
 def select_fusions(values: Mapping[str, Any]) -> dict[str, bool]:
     """Return the fusion fields of TransformerConfig, given its other fields.
 
-    All are off without a GPU, where no test could cover them.
+    Those that need kernels for GPUs are off without a GPU, where no test could cover them.
 
+    bias_activation_fusion: SwiGLU saves its input alone for the backward pass, and not the output of SiLU, too. On GPUs
+        Megatron compiles it.
     gradient_accumulation_fusion: the weight-gradient GEMM accumulates into the fp32 buffer, which saves a copy of the
         gradient. Decoder layers use Transformer Engine's kernels. The output layer uses Apex's
         `fused_weight_gradient_mlp_cuda`, which Megatron requires wherever the field is on.
@@ -74,6 +77,7 @@ def select_fusions(values: Mapping[str, Any]) -> dict[str, bool]:
     has_gpu = device.has_cuda()
     has_layer_norm = values.get("normalization") == "LayerNorm" and bool(fused_layer_norm.HAVE_PERSIST_LAYER_NORM)
     return {
+        "bias_activation_fusion": can_fuse_activation(values),
         "gradient_accumulation_fusion": has_gpu and bool(layers._grad_accum_fusion_available),
         "masked_softmax_fusion": has_gpu and all(find_spec(name) is not None for name in _SOFTMAX),
         "persist_layer_norm": has_gpu and has_layer_norm,
@@ -110,7 +114,7 @@ def transformer_config(hf: Mapping[str, Any], config: Config) -> TransformerConf
         transformer_impl="transformer_engine" if device.has_cuda() else "local",
         use_cpu_initialization=False,
     )
-    values.update(select_fusions(values))
+    values.update(select_fusions({**values, **config.model.megatron}))
     is_sparse = values.get("experimental_attention_variant") == "dsa"
     if is_sparse:
         values["cp_comm_type"] = "allgather"  # the only one that Megatron implements for sparse attention

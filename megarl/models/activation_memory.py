@@ -1,7 +1,9 @@
-"""Estimate the memory of a training step beyond the model states: activations saved for the backward pass, and logits.
+"""Estimate the memory of a training step beyond the model states: activations saved for the backward pass, and the work
+space of a layer or of the logits.
 
 The inputs of matrix products, norms, activation functions and flash attention are saved, counted as in arXiv:2205.05198
-section 4, for gated MLPs, grouped-query or latent attention, and routed experts.
+section 4, for gated MLPs, grouped-query or latent attention, and routed experts, as Megatron-Core with Transformer
+Engine saves them. `models/README.md` compares the estimates with the peaks of real steps on an H200.
 """
 
 from __future__ import annotations
@@ -37,17 +39,25 @@ def megatron_settings(hf: HFConfig, config: Config) -> dict[str, Any]:
     return {**family.megatron_config(hf), **config.model.megatron, "post_norms": family.extras(hf).post_norms}
 
 
+def can_fuse_activation(settings: Mapping[str, Any]) -> bool:
+    """Return whether Megatron has a fused function for these MLPs: SwiGLU without biases, clamps or TE's own."""
+    is_swiglu = settings.get("gated_linear_unit") and getattr(settings["activation_func"], "__name__", "") == "silu"
+    others = "add_bias_linear", "activation_func_clamp_value", "glu_linear_offset", "use_te_activation_func"
+    return bool(is_swiglu) and not any(settings.get(name) for name in others)
+
+
 def activation_elements(
     settings: Mapping[str, Any], parts: Sequence[Sequence[int]], tp: int, tokens: int, in_flight: float, etp: int = 1
-) -> int:
-    """Return the elements that a rank of a pipeline stage saves for the backward pass.
+) -> tuple[int, int]:
+    """Return the elements that a rank of a pipeline stage saves for the backward pass, and those that exist for one
+    layer, or one run of recomputed layers, at a time.
 
     Sequence parallelism divides everything by tp. Tokens are assumed to spread evenly over the experts, whose inputs
     are replicated within an etp group.
 
     Full recomputation saves only the inputs of runs of `recompute_num_layers` layers (method uniform), or of the first
     `recompute_num_layers` layers of a part (block). Selective recomputation drops the outputs of its modules.
-    Recomputed tensors exist for one layer, or one run, at a time.
+    Recomputed tensors exist for one layer, or one run, at a time, beside what the layer needs in any case.
 
     settings: see `megatron_settings`.
     parts: the layers of the stage, one part per model chunk.
@@ -75,7 +85,8 @@ def activation_elements(
             runs = [sum(layer_sizes[i : i + layers_per_run]) for i in range(0, len(part), layers_per_run)]
             saved += hidden * len(runs)
             recomputed += runs
-    return round((saved * in_flight + max(recomputed)) * tokens / tp)
+    work = max((_layer_work(settings, layer, etp) for part in parts for layer in part), default=0)
+    return round(saved * in_flight * tokens / tp), round((max(recomputed) + work) * tokens / tp)
 
 
 def micro_batches_in_flight(pp: int, stage: int, vpp: int = 1) -> float:
@@ -94,6 +105,15 @@ def layer_elements(settings: Mapping[str, Any], layer: int, etp: int = 1) -> int
     return sum(_layer_tensors(settings, layer, etp).values())
 
 
+def _layer_work(settings: Mapping[str, Any], layer: int, etp: int) -> int:
+    """Return the elements per token that one layer needs for a moment and does not save."""
+    if not is_moe(settings, layer):
+        return 2 * int(settings["ffn_hidden_size"])  # gradients of gate and up
+    width, topk = int(settings["moe_ffn_hidden_size"]), int(settings["moe_router_topk"])
+    # Tokens sorted by rank, experts' outputs sorted by expert and by rank; or gradients of gate and up.
+    return topk * max(3 * int(settings["hidden_size"]) * etp, 2 * width)
+
+
 def _layer_tensors(settings: Mapping[str, Any], layer: int, etp: int) -> dict[str, int]:
     """Return the elements that one layer saves per token, by tensor."""
     hidden, heads = int(settings["hidden_size"]), int(settings["num_attention_heads"])
@@ -104,7 +124,12 @@ def _layer_tensors(settings: Mapping[str, Any], layer: int, etp: int) -> dict[st
         nope, rope, value = (int(settings[key]) for key in ("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"))
         latents = int(settings.get("q_lora_rank") or 0) + int(settings["kv_lora_rank"]) + rope
         tensors["latents"] = 2 * latents  # and the outputs of their norms
+        # Values are padded to the size of keys for packed sequences, and the padding is cut off their averages.
+        is_padded = value != nope + rope and not settings.get("experimental_attention_variant")
         tensors["qkv"], tensors["attention"] = heads * (2 * (nope + rope) + value), heads * value
+        if is_padded:
+            tensors["qkv"] -= heads * value
+            tensors["padded values"] = tensors["padded attention"] = heads * (nope + rope)
     elif (settings.get("linear_attention_freq") or {layer: 0})[layer]:
         keys, values = (int(settings[f"linear_{kind}_head_dim"]) for kind in ("key", "value"))
         key_heads, value_heads = (int(settings[f"linear_num_{kind}_heads"]) for kind in ("key", "value"))
@@ -117,15 +142,21 @@ def _layer_tensors(settings: Mapping[str, Any], layer: int, etp: int) -> dict[st
         head = int(settings["kv_channels"] or hidden // heads)
         groups = int(settings["num_query_groups"])
         tensors["qkv"], tensors["attention"] = (heads + 2 * groups) * head, heads * head
+        if settings.get("qk_layernorm"):
+            tensors["qkv"] += (heads + groups) * head  # before their norms
         if settings.get("attention_output_gate"):
             tensors["qkv"], tensors["attention"] = tensors["qkv"] + heads * head, 2 * heads * head
+    # For each element of a gate the fused function saves gate, up and the weighted product; the others also SiLU's
+    # output, up with its offset and, in experts, the product before its weight.
+    is_fused = settings.get("bias_activation_fusion", can_fuse_activation(settings))
     if is_moe(settings, layer):
         width, topk = int(settings["moe_ffn_hidden_size"]), int(settings["moe_router_topk"])
-        tensors["dispatched"] = topk * 2 * hidden * etp  # input and output of each chosen expert
-        tensors["gate, up"], tensors["products"] = topk * 2 * width, topk * width
-        tensors["shared expert"] = 3 * int(settings.get("moe_shared_expert_intermediate_size") or 0)
+        tensors["dispatched"] = topk * hidden * etp  # the input of each chosen expert
+        tensors["gate, up"], tensors["products"] = topk * 2 * width, topk * width * (1 if is_fused else 4)
+        shared = int(settings.get("moe_shared_expert_intermediate_size") or 0)
+        tensors["shared expert"] = (3 if is_fused else 5) * shared
     else:
-        tensors["mlp"] = 3 * int(settings["ffn_hidden_size"])  # gate, up, their product
+        tensors["mlp"] = (3 if is_fused else 5) * int(settings["ffn_hidden_size"])
     return tensors
 
 
@@ -187,8 +218,11 @@ def training_bytes(
     mtp: int = 0,
     replays: bool = False,
     replays_indices: bool = False,
-) -> tuple[int, float]:
+) -> tuple[int, int, float]:
     """Return the bytes of activations and of micro-batch inputs on a rank of a stage, for all micro-batches in flight.
+
+    The second number is what exists for one layer at a time, see `activation_elements`. On the last stage the logits
+    are gone by then.
 
     stages: the decoder layers of each stage. size: bytes per element. For the others see `micro_batch_bytes`.
     """
@@ -204,11 +238,11 @@ def training_bytes(
     else:
         elements, parts[-1] = 0, [*parts[-1], *mtp_layers]
     in_flight = micro_batches_in_flight(parallel.pp, stage, parallel.vpp)
-    elements += activation_elements(settings, parts, parallel.tp, tokens, in_flight, parallel.etp)
+    saved, work = activation_elements(settings, parts, parallel.tp, tokens, in_flight, parallel.etp)
     sizes = tokens, parallel.tp, parallel.cp
     inputs = micro_batch_bytes(settings, layers, *sizes, stage == 0, is_last, mtp, replays, replays_indices)
     scores = unfused_sparse_bytes(settings, tokens, parallel.tp, parallel.cp)
-    return elements * size + scores, inputs * in_flight
+    return (elements + saved) * size, work * size + scores, inputs * in_flight
 
 
 def unfused_sparse_bytes(settings: Mapping[str, Any], tokens: int, tp: int, cp: int) -> int:
@@ -239,13 +273,13 @@ def working_bytes(
     stages, is_last = stage_layers(int(settings["num_layers"]), ranks.pp, settings, ranks.vpp), stage == ranks.pp - 1
     if trains:
         mtp = num_trained_mtp(hf, config) if role == "actor" else 0
-        activations, inputs = training_bytes(settings, stages, stage, ranks, tokens, size, mtp)
+        saved, work, inputs = training_bytes(settings, stages, stage, ranks, tokens, size, mtp)
     else:
         widest = max((layer_elements(settings, layer, ranks.etp) for layer in stages[stage]), default=0)
-        activations = widest * tokens // ranks.tp * size
+        saved, work = 0, widest * tokens // ranks.tp * size
         inputs = micro_batch_bytes(settings, stages[stage], tokens, ranks.tp, ranks.cp, stage == 0, is_last)
     logits = 0
     if is_last and role == "actor":
         hidden, at_once = int(hf["hidden_size"]), config.train.logits_chunk_size
         logits = logits_bytes(int(hf["vocab_size"]), hidden, ranks.tp, tokens, at_once, size)
-    return round(activations + inputs) + logits
+    return round(saved + inputs) + max(logits, work)

@@ -358,13 +358,13 @@ def _trained_stages(hf: HFConfig, job_config: Config, role: str, tokens: int) ->
         stored = sharded_state_bytes(elements, dp, expert_dp, size) if config.train.fsdp else whole
         parts = stored, offloaded_bytes(elements, dp, expert_dp, fraction)
         states, host = ({f"{role.replace('_', ' ')} {part}": amount for part, amount in each.items()} for each in parts)
-        activations, inputs = training_bytes(settings, layers, stage, parallel, tokens, size, mtp, replays, indices)
-        stages.append(TrainedStage(layers[stage], activations, ceil(inputs), states, host))
+        saved, work, inputs = training_bytes(settings, layers, stage, parallel, tokens, size, mtp, replays, indices)
+        logits = _logits_bytes(hf, config, tokens, size) if is_actor and stage == len(layers) - 1 else 0
+        activations = saved + max(work - logits, 0)  # the work of a layer begins when the logits are gone
+        stages.append(TrainedStage(layers[stage], activations, ceil(inputs), states, host, logits=logits))
         if config.train.fsdp:
             gathered = whole["weights"] - stored["weights"], gathered_in_pass(hf, parallel, variant, size)
             stages[-1] = stages[-1]._replace(gathered_weights=gathered[0], gathered=gathered[1])
-    if is_actor:
-        stages[-1] = stages[-1]._replace(logits=_logits_bytes(hf, config, tokens, size))
     return stages
 
 
@@ -378,9 +378,9 @@ def inference_stages(
     for stage_layer_ids, elements in zip(layers, stage_elements(hf, parallel, layers, ModelVariant(head)), strict=True):
         widest = max((layer_elements(settings, layer, parallel.etp) for layer in stage_layer_ids), default=0)
         weights = size * (sum(elements) - elements.biases) + 4 * elements.biases
-        stages.append(InferenceStage(stage_layer_ids, weights, size * widest * tokens // parallel.tp))
-    if not head:
-        stages[-1] = stages[-1]._replace(logits=_logits_bytes(hf, config, tokens, size))
+        logits = 0 if head or stage_layer_ids != layers[-1] else _logits_bytes(hf, config, tokens, size)
+        activations = max(size * widest * tokens // parallel.tp - logits, 0)  # a layer's, before the logits
+        stages.append(InferenceStage(stage_layer_ids, weights, activations, logits))
     return stages
 
 

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.alone
 SCRIPT = """
 import json, sys
 from types import ModuleType
+from torch.nn.functional import gelu, silu
 from megarl.megatron import build as fusions
 
 found = []
@@ -32,6 +33,8 @@ for name in fusions._SOFTMAX:
 fusions.fused_layer_norm.HAVE_PERSIST_LAYER_NORM = True
 record(normalization="RMSNorm")
 record(normalization="LayerNorm")
+for values in ({}, {"add_bias_linear": True}, {"activation_func_clamp_value": 7.0}, {"activation_func": gelu}):
+    record(**{"gated_linear_unit": True, "activation_func": silu, **values})
 print(json.dumps([sorted(fusions.select_fusions({})), found]))
 """
 
@@ -42,7 +45,9 @@ def test_enables_fusions_whose_kernels_are_available() -> None:
     assert process.returncode == 0, process.stderr
     names, result = json.loads(process.stdout)
     gradients, softmax, norm = "gradient_accumulation_fusion", "masked_softmax_fusion", "persist_layer_norm"
-    assert names == [gradients, softmax, norm]
+    swiglu = "bias_activation_fusion"
+    assert names == [swiglu, gradients, softmax, norm]
     assert result[:2] == [[], []], "without a GPU, and with one but without Apex"
     assert result[2:6] == [[gradients]] * 4, "the softmax needs all three of its kernels"
-    assert result[6:] == [[gradients, softmax], [gradients, softmax, norm]]
+    assert result[6:8] == [[gradients, softmax], [gradients, softmax, norm]]
+    assert [swiglu in names for names in result[8:]] == [True, False, False, False], "SwiGLU without biases and clamps"

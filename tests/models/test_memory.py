@@ -227,11 +227,43 @@ def test_kv_elements_by_hand() -> None:
 
 def test_activation_elements_by_hand() -> None:
     settings = family_of(QWEN2).megatron_config(QWEN2)
-    item = activation_elements(settings, [range(2)], tp=1, tokens=100, in_flight=1)
+    saved, work = activation_elements(settings, [range(2)], tp=1, tokens=100, in_flight=1)
     # By hand: inputs and outputs of two norms; q, k, v and attention's output; gate, up and their product.
-    assert item == 100 * 2 * (4 * 64 + (64 + 32 + 32 + 64) + 3 * 96)
-    assert activation_elements(settings, [range(2)], tp=2, tokens=100, in_flight=3) == item * 3 // 2
-    assert activation_elements(settings, [range(1), range(2, 3)], tp=1, tokens=100, in_flight=1) == item
+    assert saved == 100 * 2 * (4 * 64 + (64 + 32 + 32 + 64) + 3 * 96)
+    assert work == 100 * 2 * 96  # gradients of gate and up
+    assert activation_elements(settings, [range(2)], tp=2, tokens=100, in_flight=3) == (saved * 3 // 2, work // 2)
+    assert activation_elements(settings, [range(1), range(2, 3)], tp=1, tokens=100, in_flight=1) == (saved, work)
+    # Without the fused SwiGLU, SiLU's output and a copy of up are saved, too.
+    settings |= {"bias_activation_fusion": False}
+    unfused, _ = activation_elements(settings, [range(2)], tp=1, tokens=100, in_flight=1)
+    assert unfused - saved == 100 * 2 * 2 * 96
+
+
+MEASURED = ROOT / "megarl/models/README.md"
+
+
+def test_activations_match_peaks_measured_on_a_gpu() -> None:
+    """Rows of the table in README.md: layers of a published model, bf16, one rank of an H200 with Transformer Engine,
+    with SwiGLU not fused."""
+    text = MEASURED.read_text().partition("| layers of | micro-batch |")[2]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()[2:] if line[:1] == "|"]
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    names = {"Qwen3-30B-A3B": "qwen3_30b_a3b", "Qwen2.5-7B": "qwen2.5_7b", "DeepSeek-V3, 16 experts": "deepseek_v3"}
+    for layers, batch, recompute, planned, measured, ratio in rows[:8]:
+        count, _, name = layers.partition(" of ")
+        hf = load_hf_config(MODELS / f"{names[name]}.json") | {"num_hidden_layers": int(count), "vocab_size": 32000}
+        if name.startswith("DeepSeek"):
+            hf |= {"n_routed_experts": 16, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+            hf = {key: value for key, value in hf.items() if key != "quantization_config"}
+        sequences, length = map(int, batch.replace(",", "").split(" x "))
+        tokens = sequences * length
+        megatron = {"bias_activation_fusion": False} | (full if recompute == "full" else {})
+        train = {"max_tokens_per_gpu": tokens, "logits_chunk_size": 1024}
+        tree = {"model": {"dtype": "bfloat16", "megatron": megatron}, "train": train}
+        (stage,) = plan_stages(hf, from_dict(tree | {"algorithm": "grpo", "rollout": {"max_context": tokens}}))
+        result = sum(stage.training.values()) / 1e9
+        assert f"{result:.2f}" == planned and f"{result / float(measured):.2f}" == ratio, (layers, batch, result)
+        assert 0.95 < result / float(measured) < 1.1
 
 
 def test_gemma2_post_norms_add_activations_and_weights() -> None:
@@ -245,8 +277,9 @@ def test_gemma2_post_norms_add_activations_and_weights() -> None:
         "rollout": {"max_context": 128},
     }
     (gemma,) = plan_stages(hf, make_config(algorithm="grpo", **budget))
-    # By hand: inputs and outputs of two norms, inputs of two more; q, k, v and attention's output; gate, up, product.
-    assert gemma.training["activations"] == 2 * 128 // 2 * 4 * (6 * 64 + (64 + 32 + 32 + 64) + 3 * 96)
+    # By hand: inputs and outputs of two norms, inputs of two more; q, k, v and attention's output; gate, up, product,
+    # and as Megatron does not fuse this GELU, its output and a copy of up.
+    assert gemma.training["activations"] == 2 * 128 // 2 * 4 * (6 * 64 + (64 + 32 + 32 + 64) + 5 * 96)
     attention, mlp = 64 * 64 + 2 * 64 * 32 + 64 * 64, 3 * 64 * 96
     weights = 1024 * 64 // 2 + 4 * ((attention + mlp) // 2 + 4 * 64) + 64
     assert gemma.states["actor weights"] == 2 * weights and gemma.states["actor gradients"] == 4 * weights
@@ -291,7 +324,8 @@ def test_micro_batch_bytes_by_hand() -> None:
 )
 def test_full_recomputation(method: dict[str, Any], saved: int, recomputed: int) -> None:
     settings = family_of(QWEN2).megatron_config(QWEN2) | {"recompute_granularity": "full"} | method
-    assert activation_elements(settings, [range(4)], tp=1, tokens=100, in_flight=3) == 100 * (3 * saved + recomputed)
+    item = activation_elements(settings, [range(4)], tp=1, tokens=100, in_flight=3)
+    assert item == (100 * 3 * saved, 100 * (recomputed + 2 * 96))  # gradients of gate and up
 
 
 @pytest.mark.parametrize(
@@ -301,7 +335,7 @@ def test_full_recomputation(method: dict[str, Any], saved: int, recomputed: int)
         (["layernorm"], 2 * 2 * 64, 2 * 64),
         (["mlp"], 3 * 96, 3 * 96),  # the dense layer only
         (["moe_act"], 2 * 48, 2 * 48),  # two experts a token
-        (["moe"], 2 * (2 * 64 + 3 * 48) + 3 * 40, 2 * (2 * 64 + 3 * 48) + 3 * 40),
+        (["moe"], 2 * (64 + 3 * 48) + 3 * 40, 2 * (64 + 3 * 48) + 3 * 40),
         (["shared_experts", "moe_act"], 2 * 48 + 3 * 40, 2 * 48 + 3 * 40),
     ],
 )
@@ -311,7 +345,7 @@ def test_selective_recomputation(modules: list[str] | None, dropped: int, larges
     complete = activation_elements(settings, [range(2)], tp=1, tokens=10, in_flight=4)
     settings |= {"recompute_granularity": "selective"} | ({"recompute_modules": modules} if modules else {})
     result = activation_elements(settings, [range(2)], tp=1, tokens=10, in_flight=4)
-    assert complete - result == 10 * (4 * dropped - largest)
+    assert complete[0] - result[0] == 10 * 4 * dropped and result[1] - complete[1] == 10 * largest
 
 
 def test_recomputing_mla_up_proj_drops_q_k_v() -> None:
@@ -319,14 +353,16 @@ def test_recomputing_mla_up_proj_drops_q_k_v() -> None:
     settings = family_of(hf).megatron_config(hf)
     complete = activation_elements(settings, [range(4, 5)], tp=1, tokens=1, in_flight=2)
     settings |= {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
-    dropped = 128 * (192 + 192 + 128)  # q, k and v of 128 heads
-    assert complete - activation_elements(settings, [range(4, 5)], tp=1, tokens=1, in_flight=2) == dropped
+    remaining = activation_elements(settings, [range(4, 5)], tp=1, tokens=1, in_flight=2)
+    dropped = 128 * (192 + 192)  # q and k of 128 heads; attention saves padded values
+    assert complete[0] - remaining[0] == 2 * dropped and remaining[1] - complete[1] == dropped
 
 
 def test_expert_tensor_parallel_doubles_expert_tokens() -> None:
     settings = family_of(MOE).megatron_config(MOE)
     etp1, etp2 = (activation_elements(settings, [range(1)], 2, tokens=10, in_flight=1, etp=etp) for etp in (1, 2))
-    assert etp2 - etp1 == 10 * 2 * 2 * 64 // 2  # input and output of two experts, of as many tokens again
+    assert etp2[0] - etp1[0] == 10 * 2 * 64 // 2  # inputs of two experts, of as many tokens again
+    assert etp2[1] - etp1[1] == 3 * 10 * 2 * 64 // 2  # sorted tokens, and the experts' outputs in two orders
 
 
 def test_micro_batches_in_flight_by_stage() -> None:
@@ -532,8 +568,9 @@ def test_serving_reward_model_adds_fp32_weights() -> None:
     for before, after, weights in zip(plain, served, elements, strict=True):
         assert after.states == before.states | {"reward model weights": 4 * sum(weights)}
         assert after.training == before.training
-        # One layer of 3072 tokens: norms; q, k, v and attention's output; of 2 experts input, output and three widths.
-        item = 4 * 64 + (2 * 4 + 2 * 2) * 32 + 2 * (2 * 64 + 3 * 48)
+        # One layer of 3072 tokens: norms; q, k, v and attention's output; of 2 experts input and three widths;
+        # queries and keys also before their norms.
+        item = 4 * 64 + (2 * 4 + 2 * 2 + 4 + 2) * 32 + 2 * (64 + 3 * 48)
         assert after.generation == before.generation | {"reward model activations": 4 * 3072 * item // 2}
 
 
@@ -547,8 +584,9 @@ def test_teacher_adds_weights_and_computes_between_generations() -> None:
         assert after.generation == before.generation and after.training["micro-batches"] > 0
     assert served[-1].training["logits"] == plain[-1].training["logits"] > 0  # the same vocabulary and hidden size
     teacher_only = plan_stages(QWEN2, config, QWEN2, stages, "teacher")
-    # Of one layer of 3072 tokens: norms; q, k, v and attention's output; of 2 experts input, output and three widths.
-    item = 4 * 64 + (2 * 4 + 2 * 2) * 32 + 2 * (2 * 64 + 3 * 48)
+    # Of one layer of 3072 tokens: norms; q, k, v and attention's output; of 2 experts input and three widths;
+    # queries and keys also before their norms.
+    item = 4 * 64 + (2 * 4 + 2 * 2 + 4 + 2) * 32 + 2 * (64 + 3 * 48)
     assert [stage.layers for stage in teacher_only] == [(0, 1), (2, 3)]
     assert teacher_only[0].training == {"activations": 2 * 3072 * item // 2, "logits": 0, "micro-batches": 0}
     assert teacher_only[1].training["logits"] > 0
