@@ -66,8 +66,8 @@ def server_args(config: Config, first_rank: int) -> dict[str, Any]:
 def gpu_args(first_rank: int, ranks_per_gpu: int) -> dict[str, Any]:
     """Return the settings that follow from the GPUs of an engine's ranks.
 
-    If ranks share GPUs, SGLang's own all-reduce is off, since it maps the memory of other GPUs, and an engine's ranks
-    get a part of the memory each, of which SGLang's default takes most for the first KV cache.
+    If ranks share GPUs, SGLang's own all-reduce, which is written for ranks on different GPUs, is off, and each rank
+    has a part of the memory, of which SGLang's default would take most for the first KV cache.
     """
     arguments: dict[str, Any] = {"base_gpu_id": device.gpu_number(first_rank, ranks_per_gpu)}
     if ranks_per_gpu > 1:
