@@ -52,6 +52,7 @@ ROWS: dict[str, Row] = {
     "compile": Row("torch.compile", "compiled:compiled", cpu=True),
     "speed": Row("kernels against a copy", "kernels:speed", ("triton",)),
     "engine": Row("the real engine: weight syncs, log-prob gap", "loop:engine", LOOP, timeout_s=180),
+    "ranks": Row("two ranks on one GPU: TP2 x EP2, an engine of both", "loop:two_ranks", LOOP, timeout_s=180),
     "tests": Row("pytest -m gpu", "tests:tests", ("pytest", "hypothesis"), timeout_s=240),
 }
 FIRST_LOOK = ("exact", "ipc", "saver", "alone", "te")
