@@ -13,7 +13,7 @@ python() { .venv/bin/python -W ignore "$@"; }
 train() { python -m megarl.train "$@"; }
 
 # The configs are for two CPU cores. GPUs need bf16, because attention kernels for packed sequences do not support fp32.
-# A single GPU needs one rank, because two NCCL ranks cannot share it.
+# A single GPU has one rank. Two can share it (parallel.ranks_per_gpu=2), which is slower: launch/README.md.
 gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
 here=()
 [ "$gpus" -eq 0 ] || here+=(model.dtype=bfloat16)

@@ -320,9 +320,9 @@ class HybridFlow:
         )
         config = with_job_size(dataclasses.replace(self.config, run=run))
         self.last_step = until or run.num_rollout
-        gpu_bytes = 0
-        if config.parallel.auto:  # all ranks choose the same layout, which fits on the smallest
-            self.job = ranks.join(config.parallel.world_size, run.distributed_timeout_s)
+        parallel, gpu_bytes = config.parallel, 0
+        if parallel.auto:  # all ranks choose the same layout, which fits on the smallest
+            self.job = ranks.join(parallel.world_size, run.distributed_timeout_s, parallel.ranks_per_gpu)
             gpu_bytes = min(ranks.all_gather_objects(rank_memory_bytes(config)))
         report = validate(config, registered=self.registered, until=self.last_step, gpu_bytes=gpu_bytes)
         self.config = config = report.resolve(config)
@@ -332,7 +332,7 @@ class HybridFlow:
         self.hf_config = load_hf_config(config.model.path)
         self.chat = read_chat(self.hf_config, config, self.requirements)
         if report.choice is None:
-            self.job = ranks.join(config.parallel.world_size, run.distributed_timeout_s)
+            self.job = ranks.join(parallel.world_size, run.distributed_timeout_s, parallel.ranks_per_gpu)
         self.layouts = create_role_layouts(config, self.requirements.roles)
         self.worker_factories = load_workers(config, self.requirements, self.registered)
         with ranks.with_timeout(run.storage_timeout_s):

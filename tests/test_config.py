@@ -331,11 +331,11 @@ def test_auto_lists_the_keys_that_nothing_sets(tmp_path: Path) -> None:
     assert auto(tree) == tuple(key for key in every if key not in fixed)
 
     file = tmp_path / "c.yaml"
-    file.write_text("parallel: {world_size: 4, ranks_per_node: 2, gpu_gb: 80, tp: 2, ep: 2}\n")
+    file.write_text("parallel: {world_size: 4, ranks_per_node: 2, ranks_per_gpu: 2, gpu_gb: 80, tp: 2, ep: 2}\n")
     sizes = ("tp", "pp", "vpp", "cp", "ep", "etp")
     # Without a key, the sizes of the file are replaced, not those of the job; with it they are fixed.
     parallel = load_config(file, ["parallel=auto", "parallel.pp=2"]).parallel
-    assert (parallel.world_size, parallel.ranks_per_node, parallel.gpu_gb) == (4, 2, 80)
+    assert (parallel.world_size, parallel.ranks_per_node, parallel.ranks_per_gpu, parallel.gpu_gb) == (4, 2, 2, 80)
     assert (parallel.tp, parallel.pp, parallel.ep) == (1, 2, 1)
     assert [key for key in sizes if key not in parallel.auto] == ["pp"]
     parallel = load_config(file, ["parallel.auto=true"]).parallel

@@ -136,6 +136,9 @@ class ParallelConfig:
     """Ranks of the whole job. `torchrun` must start this many; without it they are started for you on one machine."""
     ranks_per_node: Ranks = 8
     """Ranks on one machine."""
+    ranks_per_gpu: Annotated[int, Range(1, 64)] = 1
+    """Ranks that share a GPU, by NCCL 2.30 or later: any layout runs on a single GPU, slowly, to test and debug it.
+    Each has an equal part of the GPU's memory in plans. Without a GPU it changes nothing else."""
     tp: Ranks = 1
     """Tensor parallel size of the dense layers; above 1 enables sequence parallelism."""
     pp: Ranks = 1

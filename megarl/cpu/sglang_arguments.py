@@ -55,7 +55,7 @@ def check(settings: Mapping[str, Any]) -> None:
             )
 
 
-def server_args(config: Config, first_device: int) -> dict[str, Any]:
+def server_args(config: Config, first_rank: int) -> dict[str, Any]:
     """Return SGLang's settings for a machine without a GPU."""
     rollout = config.rollout
     return {

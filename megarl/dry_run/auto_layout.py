@@ -68,8 +68,8 @@ class LayoutChoice:
 def with_job_size(config: Config, num_nodes: int | None = None) -> Config:
     """Return the configuration with the `parallel.world_size` and `ranks_per_node` that `parallel.auto` leaves open.
 
-    They are those of the job that this process is a rank of. Otherwise there is a rank for each GPU of this machine, or
-    one without a GPU, on each of `num_nodes` nodes; a size that is set counts instead.
+    They are those of the job that this process is a rank of. Otherwise there are `ranks_per_gpu` ranks for each GPU of
+    this machine, or one without a GPU, on each of `num_nodes` nodes; a size that is set counts instead.
 
     num_nodes: given by a process that starts ranks, whatever job its environment describes; None for any other.
     """
@@ -85,7 +85,7 @@ def with_job_size(config: Config, num_nodes: int | None = None) -> Config:
         if not is_open["ranks_per_node"]:
             ranks = parallel.ranks_per_node
         elif is_open["world_size"]:
-            ranks = max(1, device.count())
+            ranks = max(1, device.count() * parallel.ranks_per_gpu)
         elif num_nodes and parallel.world_size % num_nodes == 0:
             ranks = parallel.world_size // num_nodes
         else:  # a job for other machines than this one
@@ -98,7 +98,8 @@ def with_job_size(config: Config, num_nodes: int | None = None) -> Config:
 
 def rank_memory_bytes(config: Config) -> int:
     """Return the bytes of memory of a rank on this machine."""
-    return device.memory_bytes(min(config.parallel.world_size, config.parallel.ranks_per_node))
+    parallel = config.parallel
+    return device.memory_bytes(min(parallel.world_size, parallel.ranks_per_node), parallel.ranks_per_gpu)
 
 
 def choose_layout(
@@ -115,7 +116,8 @@ def choose_layout(
         engine_backend(config)  # raises for an unknown engine
     models = _read_models(config, declared, registered, dry_run)
     _check_sections(models, config)
-    size = (config.parallel.gpu_gb or 0) * 1e9 or gpu_bytes or rank_memory_bytes(config)
+    part = (config.parallel.gpu_gb or 0) * 1e9 / config.parallel.ranks_per_gpu
+    size = part or gpu_bytes or rank_memory_bytes(config)
     base = _with_open_keys(largest_config(config) if config.stages else config)
     ones: dict[str, Any] = dict.fromkeys(SIZES, 1)
     check_placement(replace(base, parallel=replace(base.parallel, **ones)), declared.roles, [])

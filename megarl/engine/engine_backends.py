@@ -63,7 +63,7 @@ class EngineBackend(Protocol):
         label: str = "engine",
         keeps_weights: bool = False,
         threads: int = 0,
-        first_device: int = 0,
+        first_rank: int = 0,
         nnodes: int = 1,
         node_rank: int = 0,
         dist_init_addr: str = "",
@@ -75,7 +75,7 @@ class EngineBackend(Protocol):
         keeps_weights: sleep with a copy of the weights on the host; otherwise a weight sync must follow each wake-up.
         threads: per tensor parallel rank on a CPU; 0 for its share of the cores. A shared host's value takes
         precedence.
-        first_device: the engine's first GPU.
+        first_rank: the engine's first rank among those of this machine; rank r is on GPU r // parallel.ranks_per_gpu.
         nnodes, node_rank, dist_init_addr ("host:port"): for an engine across machines.
         """
         ...

@@ -154,8 +154,8 @@ class _Session:
 class ExternalServer:
     """Starts an engine, and serves one run after the other at HOST:PORT.
 
-    config: that of the run; its `parallel` and `placement` do not matter. folder: for logs. threads: as for
-    `EngineBackend.make_engine`.
+    config: that of the run; of its `parallel` and `placement` only `ranks_per_gpu` matters. folder: for logs. threads:
+    as for `EngineBackend.make_engine`.
     """
 
     def __init__(self, config: Config, address: str, folder: Path, threads: int = 0) -> None:
@@ -169,7 +169,7 @@ class ExternalServer:
         self._listener, self.address = listener, address
         self._facts = describe_engine(config)
         tp = config.rollout.tp
-        parallel = ParallelConfig(world_size=tp, ranks_per_node=tp)
+        parallel = ParallelConfig(world_size=tp, ranks_per_node=tp, ranks_per_gpu=config.parallel.ranks_per_gpu)
         run = dataclasses.replace(config.run, dir=str(folder))
         self._config = config = dataclasses.replace(config, parallel=parallel, placement={}, run=run)
         hf = load_hf_config(config.model.path)
@@ -388,6 +388,7 @@ class _WeightSync:
         self._backend, self._timeout = server._backend, server._config.rollout.hang_timeout
         self._folder = server._config.rollout.external_weights_dir
         self._session, self._rank = session, rank
+        self._gpu = device.gpu_number(rank, server._config.parallel.ranks_per_gpu)
         self._sender: WeightSender | None = None
         self._bucket = self._staging = torch.empty(0, dtype=torch.uint8)
 
@@ -437,7 +438,7 @@ class _WeightSync:
             self._engine if is_first else None,
             lambda payload: session.gather(self._rank, payload),
             self._timeout,
-            self._rank,
+            self._gpu,
         )
         if is_first:
             session.version, session.is_updating = None, True
@@ -448,10 +449,10 @@ class _WeightSync:
         return self._sender.errors
 
     def _open(self, sender: WeightSender, size: int) -> None:
-        self._bucket = device.allocate_shared(size, self._rank)
+        self._bucket = device.allocate_shared(size, self._gpu)
         self._staging = torch.empty(size, dtype=torch.uint8)
         # A session has two buckets; here the network is slower than the engine, so that the second would save nothing.
-        sender.open([self._bucket, device.allocate_shared(8, self._rank)], self._has_draft)
+        sender.open([self._bucket, device.allocate_shared(8, self._gpu)], self._has_draft)
 
     def _commit(self, version: int | None) -> list[str]:
         try:

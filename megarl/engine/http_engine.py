@@ -75,14 +75,14 @@ class HTTPEngine(ABC):
         label: str = "engine",
         keeps_weights: bool = False,
         threads: int = 0,
-        first_device: int = 0,
+        first_rank: int = 0,
         nnodes: int = 1,
         node_rank: int = 0,
         dist_init_addr: str = "",
     ) -> None:
         self.config, self.index, self.name, self.keeps_weights = config, index, f"{label} {index}", keeps_weights
         self.nnodes, self.node_rank, self.dist_init_addr = nnodes, node_rank, dist_init_addr
-        self.threads, self.first_device = threads, first_device
+        self.threads, self.first_rank = threads, first_rank
         self.api_key, self.port = secrets.token_urlsafe(24), 0
         self.is_usable = False
         """True if the engine may generate: it is ready, and no weight sync has failed since the last complete one."""

@@ -8,12 +8,18 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 import torch
+import torch.cuda.nccl
 import torch.cuda.nvtx
 import torch.cuda.profiler
 
+from megarl.config import ConfigError
 from megarl.parallel import shared_memory
 
 _HAS_CUDA = torch.cuda.is_available()  # checked once, before torch.cuda is patched
+SHARING_NCCL = (2, 30)
+"""The first version of NCCL that lets ranks share a GPU."""
+_ranks_per_gpu = 1
+"""How many consecutive ranks of this machine share a GPU, as `set_device` was told."""
 
 
 def has_cuda() -> bool:
@@ -22,7 +28,39 @@ def has_cuda() -> bool:
 
 def device() -> torch.device:
     """Return the device of this rank."""
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if _HAS_CUDA else torch.device("cpu")
+    if not _HAS_CUDA:
+        return torch.device("cpu")
+    return torch.device("cuda", gpu_number(int(os.environ.get("LOCAL_RANK", "0")), _ranks_per_gpu))
+
+
+def gpu_number(local_rank: int, ranks_per_gpu: int) -> int:
+    """Return the number of the GPU of a rank, on its machine."""
+    return local_rank // ranks_per_gpu
+
+
+def sharing_variables(ranks_per_gpu: int) -> dict[str, str]:
+    """Return the environment variables by which NCCL lets ranks share a GPU; none if they do not."""
+    return {"NCCL_MULTI_RANK_GPU_ENABLE": "1"} if ranks_per_gpu > 1 else {}
+
+
+def check_sharing(num_ranks: int, num_gpus: int, ranks_per_gpu: int, nccl: tuple[int, ...]) -> None:
+    """Raise ConfigError if a machine has too few GPUs for its ranks, or too old an NCCL for several on a GPU.
+
+    nccl: its version.
+    """
+    needed = gpu_number(num_ranks - 1, ranks_per_gpu) + 1
+    if needed > num_gpus:
+        raise ConfigError(
+            f"{num_ranks} ranks on this machine need {needed} GPUs with parallel.ranks_per_gpu={ranks_per_gpu}, and it "
+            f"has {num_gpus}: start fewer (parallel.world_size), or to test a layout let ranks share a GPU by "
+            f"parallel.ranks_per_gpu={-(-num_ranks // max(1, num_gpus))}"
+        )
+    if ranks_per_gpu > 1 and nccl < SHARING_NCCL:
+        raise ConfigError(
+            f"parallel.ranks_per_gpu={ranks_per_gpu} needs NCCL {'.'.join(map(str, SHARING_NCCL))}, and this is "
+            f"{'.'.join(map(str, nccl))}, which refuses two ranks on a GPU: install the version in "
+            "launch/constraints-cuda.txt, or set it to 1"
+        )
 
 
 def gpu_names() -> list[str]:
@@ -38,13 +76,15 @@ def count() -> int:
     return torch.cuda.device_count() if _HAS_CUDA else 0
 
 
-def memory_bytes(num_ranks: int) -> int:
-    """Return the bytes of memory of the smallest device of `num_ranks` ranks on this machine.
+def memory_bytes(num_ranks: int, ranks_per_gpu: int = 1) -> int:
+    """Return the bytes of memory of a rank, of `num_ranks` on this machine: its part of the smallest of their GPUs.
 
     Without a GPU an equal part of the host's memory, or of what its cgroup may use.
     """
     if _HAS_CUDA:
-        return min(torch.cuda.get_device_properties(number).total_memory for number in range(min(num_ranks, count())))
+        num_gpus = min(gpu_number(num_ranks - 1, ranks_per_gpu) + 1, count())
+        sizes = [torch.cuda.get_device_properties(number).total_memory for number in range(num_gpus)]
+        return min(sizes) // ranks_per_gpu
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with suppress(OSError, ValueError):  # no cgroup, or no limit
         total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
@@ -56,10 +96,20 @@ def backend() -> str:
     return "cpu:gloo,cuda:nccl" if _HAS_CUDA else "gloo"
 
 
-def set_device() -> None:
-    """Bind this process to its device."""
-    if _HAS_CUDA:
-        torch.cuda.set_device(device())
+def set_device(ranks_per_gpu: int = 1) -> None:
+    """Bind this process to its device, which it shares with others if `ranks_per_gpu` is above 1.
+
+    Raises ConfigError as `check_sharing`.
+    """
+    global _ranks_per_gpu
+    if not _HAS_CUDA:
+        return
+    num_ranks = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0")) + 1)
+    nccl = tuple(torch.cuda.nccl.version()) if ranks_per_gpu > 1 else ()
+    check_sharing(num_ranks, count(), ranks_per_gpu, nccl)
+    _ranks_per_gpu = ranks_per_gpu
+    os.environ |= sharing_variables(ranks_per_gpu)  # before NCCL reads them
+    torch.cuda.set_device(device())
 
 
 def synchronize(tensor: torch.Tensor, whole: bool = False) -> None:

@@ -368,6 +368,8 @@ def role_parallel(config: Config, role: str) -> ParallelConfig:
     if base == "critic" and policy:
         overrides, default = overrides or config.critic.parallel, role_parallel(config, f"actor_{policy}")
     key = layout_key(role)
+    if "ranks_per_gpu" in overrides:
+        raise ConfigError(f"{key}ranks_per_gpu: ranks share GPUs in the whole job; set parallel.ranks_per_gpu")
     for name in ("world_size", "ranks_per_node"):
         if name in overrides:
             raise ConfigError(f"{key}{name}: placement.{role} sets the ranks of the {role}; remove it")

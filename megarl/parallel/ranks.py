@@ -87,12 +87,14 @@ _layouts: dict[tuple[Any, ...], dict[str, Any]] = {}
 def initialize(parallel: ParallelConfig, timeout_s: float = 1800.0) -> Ranks:
     """Join the job and build Megatron's groups over all of its ranks. Call once per process."""
     check_layout(parallel)
-    join(parallel.world_size, timeout_s)
+    join(parallel.world_size, timeout_s, parallel.ranks_per_gpu)
     return create_layout(parallel, timeout_s)
 
 
-def join(world_size: int, timeout_s: float = 1800.0) -> Job:
+def join(world_size: int, timeout_s: float = 1800.0, ranks_per_gpu: int = 1) -> Job:
     """Join the process group that torchrun describes in the environment. Call once, before creating layouts.
+
+    Raises ConfigError if another number of ranks was started, or as `device.check_sharing`.
 
     All ranks communicate once before this returns: NCCL creates a communicator on first use, which must not be an
     exchange in which not all ranks take part.
@@ -106,7 +108,7 @@ def join(world_size: int, timeout_s: float = 1800.0) -> Job:
         )
     import megarl.megatron  # noqa: F401  fits Megatron-Core to a machine without GPU, so it comes first
 
-    device.set_device()
+    device.set_device(ranks_per_gpu)
     job_secret.seal_object_collectives()
     if not env.is_launched:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "WORLD_SIZE": "1"}

@@ -96,7 +96,7 @@ class Engines:
                 self.engine_index,
                 label=label,
                 keeps_weights=self.takes_turns or syncs_changes(self.config) or syncs_adapters(self.config),
-                first_device=self.job.local_rank,
+                first_rank=self.job.local_rank,
                 nnodes=-(-tp // ranks_per_node),
                 node_rank=self._position // ranks_per_node,
                 dist_init_addr=addresses[self.engine_ranks[self.engine_index][0]] if tp > ranks_per_node else "",

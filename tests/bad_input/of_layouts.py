@@ -160,6 +160,12 @@ CASES = [
         ("parallel.world_size=16", "data.prompts_per_step=16"),
     ),
     Case("no ranks", ("parallel.world_size", "at least 1"), ("parallel.world_size=0",)),
+    Case("no ranks on a GPU", ("parallel.ranks_per_gpu", "at least 1"), ("parallel.ranks_per_gpu=0",)),
+    Case(
+        "GPUs that only the critic's ranks share",
+        ("critic.parallel.ranks_per_gpu", "set parallel.ranks_per_gpu"),
+        ("critic.parallel={ranks_per_gpu: 2}",),
+    ),
     Case("another word than auto", ("parallel is a section of keys", "parallel.world_size"), ("parallel=automatic",)),
     Case(
         "an unknown key left to the program", ("parallel.auto[0] must be one of", "rollout.tp"), ("parallel.auto=[dp]",)

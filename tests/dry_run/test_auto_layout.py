@@ -223,11 +223,18 @@ def test_mistakes_are_named(choose: Choose, overrides: list[str], message: str) 
 
 def test_memory_of_this_machine(choose: Choose, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without `parallel.gpu_gb` that of the ranks, or else of this machine, counts."""
-    monkeypatch.setattr(device, "memory_bytes", lambda num_ranks: 11_000_000 * 4 // num_ranks)
+    monkeypatch.setattr(device, "memory_bytes", lambda num_ranks, ranks_per_gpu: 11_000_000 * 4 // num_ranks)
     tight = [text for text in TIGHT if "gpu_gb" not in text]
     assert chosen(choose(*tight)).parallel == replace(chosen(choose(*TIGHT)).parallel, gpu_gb=None)
     assert sizes(chosen(choose(*tight, gpu_bytes=10**12))) == {}
     assert sizes(chosen(choose(*TIGHT, gpu_bytes=10**12))) == sizes(chosen(choose(*TIGHT)))  # the key takes precedence
+
+
+def test_ranks_divide_the_memory_of_a_gpu(choose: Choose) -> None:
+    alone, shared = choose(*TIGHT), choose("parallel.gpu_gb=0.022", "parallel.ranks_per_gpu=2", *TIGHT[1:])
+    assert alone.choice is not None and shared.choice is not None
+    assert alone.choice.gpu_bytes == shared.choice.gpu_bytes == 11e6
+    assert sizes(chosen(alone)) == sizes(chosen(shared))
 
 
 def test_host_memory_is_divided_by_the_ranks() -> None:
@@ -253,6 +260,7 @@ def test_size_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     assert size(from_dict({"parallel": {"auto": True, "world_size": 16}})) == (16, 8)
     assert size(from_dict({"parallel": {"auto": True, "world_size": 12}}), 3) == (12, 4)
     assert size(from_dict({"parallel": {"auto": True, "ranks_per_node": 2}}), 3) == (6, 2)
+    assert size(from_dict({"parallel": {"auto": True, "ranks_per_gpu": 2}})) == (8, 8)
     for name, value in {"RANK": "3", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "localhost"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_PORT", "29500")

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tools"))
 
 import gpu_check  # noqa: E402
-from gpu import training  # noqa: E402
+from gpu import collectives, training  # noqa: E402
 from gpu.found import CheckResult, status  # noqa: E402
 from gpu.rows import ROWS, parse_rows, reason_against  # noqa: E402
 
@@ -96,6 +96,20 @@ def test_timeouts_fit_into_ten_minutes_but_for_a_few_rows_that_hang() -> None:
 def test_two_minutes_sets_other_options() -> None:
     process = run_check("--two-minutes", "--only", "ipc")
     assert process.returncode == 2 and "remove them" in process.stderr
+
+
+@pytest.mark.parametrize(("nccl", "state"), [((2, 27, 5), "passed"), ((2, 30, 7), "failed")])
+def test_only_an_older_nccl_may_refuse_to_share_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, nccl: tuple[int, ...], state: str
+) -> None:
+    refused = "DistBackendError: ncclInvalidUsage: Duplicate GPU detected : rank 0 and rank 1"
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(collectives.torch.cuda.nccl, "version", lambda: nccl)
+    monkeypatch.setattr(collectives, "_world", lambda world, device: [refused] * world)
+    assert collectives.shared("cuda").state == state
+    monkeypatch.setattr(collectives, "_world", lambda world, device: [[]] * world)
+    assert collectives.shared("cuda").state == "passed"
+    assert os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
 
 
 def test_exit_status_distinguishes_failures_from_skips() -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from gpu.found import CheckResult, make_result
+from megarl.parallel.device import SHARING_NCCL, sharing_variables
 from megarl.utils.addresses import free_port
 
 REFUSED = ("Duplicate GPU", "invalid usage")
@@ -68,14 +69,16 @@ def single_rank(device: str) -> CheckResult:
 
 
 def shared(device: str) -> CheckResult:
-    """NCCL may refuse two ranks on one GPU; the check is then that it raises and does not hang."""
+    """NCCL older than 2.30 may refuse two ranks on one GPU; the check is then that it raises and does not hang."""
+    os.environ |= sharing_variables(2)  # for the two processes
+    may_refuse = device == "cuda" and tuple(torch.cuda.nccl.version()) < SHARING_NCCL
     rank_results = _world(2, device)
     faults = []
     for rank_result in rank_results:
         if not isinstance(rank_result, str):
             faults += [f"wrong: {name}" for name in rank_result]
-        elif device == "cuda" and any(text.lower() in rank_result.lower() for text in REFUSED):
-            return CheckResult("passed", f"refused by NCCL, as it says it does: {rank_result[:160]}")
+        elif may_refuse and any(text.lower() in rank_result.lower() for text in REFUSED):
+            return CheckResult("passed", f"refused by this NCCL, which is older than 2.30: {rank_result[:160]}")
         else:
             faults.append(rank_result[:300])
     return make_result(faults, "all-reduce, all-to-all, broadcast and all-gather of two processes")

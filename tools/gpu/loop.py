@@ -12,10 +12,12 @@ from gpu.found import CheckResult, make_result
 ROOT = Path(__file__).resolve().parents[2]
 GAP = 0.05
 """Maximum 95th percentile of |log-prob of the engine - of the trainer| in bf16, nats."""
-SHARED = (
-    "model.dtype=bfloat16",
-    "parallel={world_size: 1, tp: 1, ep: 1, ranks_per_node: 1}",
-    "run.eval_every=0",
+COMMON = ("model.dtype=bfloat16", "run.eval_every=0")
+ONE_RANK = ("parallel={world_size: 1, tp: 1, ep: 1, ranks_per_node: 1}",)
+TWO_RANKS = (
+    "parallel={world_size: 2, tp: 2, ep: 2, ranks_per_node: 2, ranks_per_gpu: 2}",
+    "rollout.tp=2",
+    "rollout.ep=2",
 )
 
 
@@ -30,19 +32,19 @@ def _run(*arguments: str) -> str:
     )
 
 
-def _trained(folder: Path, rollouts: int, warm: bool) -> CheckResult:
+def _trained(folder: Path, rollouts: int, warm: bool, layout: tuple[str, ...] = ONE_RANK) -> CheckResult:
     from megarl.observe.tracker import read_metrics
 
     model, overrides = folder / "model", [f"data.train={folder}/train.jsonl", f"data.eval={folder}/eval.jsonl"]
     fault = _run("tools/make_quickstart.py", str(folder))
     if not fault and warm:
         run_overrides = [f"run.dir={folder}/sft", f"model.path={model}", f"data.train={folder}/sft.jsonl"]
-        fault = _run("-m", "megarl.train", "configs/quickstart_sft.yaml", *run_overrides, *SHARED)
+        fault = _run("-m", "megarl.train", "configs/quickstart_sft.yaml", *run_overrides, *COMMON, *layout)
         model = folder / "sft/export"
     if not fault:
         run_overrides = [f"run.dir={folder}/run", f"model.path={model}", f"run.num_rollout={rollouts}", *overrides]
         every = [] if warm else ["rollout.verify_weights_every=1"]
-        fault = _run("-m", "megarl.train", "configs/quickstart.yaml", *run_overrides, *SHARED, *every)
+        fault = _run("-m", "megarl.train", "configs/quickstart.yaml", *run_overrides, *COMMON, *layout, *every)
     if fault:
         return CheckResult("failed", fault)
     gaps = [row.get("rollout/logprob_diff_p95") for row in read_metrics(folder / "run").values()]
@@ -60,6 +62,12 @@ def engine(device: str) -> CheckResult:
     """Three steps from random weights, each weight sync verified."""
     with tempfile.TemporaryDirectory() as folder:
         return _trained(Path(folder), 3, warm=False)
+
+
+def two_ranks(device: str) -> CheckResult:
+    """The same with two ranks on one GPU, in TP2 x EP2, and an engine of both: NCCL between real processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _trained(Path(folder), 3, warm=False, layout=TWO_RANKS)
 
 
 def quickstart(device: str) -> CheckResult:

@@ -33,7 +33,8 @@ ROWS: dict[str, Row] = {
     "alone": Row("collectives of one rank", "collectives:single_rank", cpu=True),
     "shared": Row("collectives of two processes on one device", "collectives:shared", cpu=True),
     "te": Row("training step, Transformer Engine, bf16 beside fp32 on the CPU", "training:engine", TE, timeout_s=120),
-    "memory": Row("memory predicted against measured", "memory:states", TE),
+    "memory": Row("memory of states against the plan", "memory:states", TE),
+    "step": Row("peak memory and seconds of a step against the plan", "activations:peaks", TE, timeout_s=120),
     "local": Row(
         "training step, Megatron's local modules, bf16 beside fp32 on the CPU",
         "training:local",
@@ -52,6 +53,7 @@ ROWS: dict[str, Row] = {
     "compile": Row("torch.compile", "compiled:compiled", cpu=True),
     "speed": Row("kernels against a copy", "kernels:speed", ("triton",)),
     "engine": Row("the real engine: weight syncs, log-prob gap", "loop:engine", LOOP, timeout_s=180),
+    "ranks": Row("two ranks on one GPU: TP2 x EP2, an engine of both", "loop:two_ranks", LOOP, timeout_s=180),
     "tests": Row("pytest -m gpu", "tests:tests", ("pytest", "hypothesis"), timeout_s=240),
 }
 FIRST_LOOK = ("exact", "ipc", "saver", "alone", "te")

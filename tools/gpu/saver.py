@@ -29,7 +29,10 @@ def pause(device: str) -> CheckResult:
     free, lost, same, content = process.stdout.split()[-4:]
     faults = []
     if int(lost) < 0.9 * GIB:
-        faults.append(f"pausing 1 GiB freed {int(lost) / GIB:.2f} GiB")
+        faults.append(
+            f"pausing 1 GiB freed {int(lost) / GIB:.2f} GiB of the whole GPU: if other processes use it, they may have "
+            "taken the rest meanwhile; run it again alone"
+        )
     if same != "True":
         faults.append("the tensor has another address when it is back")
     if content != "True":

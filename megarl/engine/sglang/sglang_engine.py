@@ -52,6 +52,11 @@ _INDEX_RECORD = {
     "SGLANG_DSA_FUSE_TOPK": "0",  # the fused kernel returns cache slots instead of positions
     "SGLANG_DSA_TOPK_BROADCAST": "1",  # tensor parallel ranks might choose differently by rounding
 }
+_SHARED_GPUS = {
+    "SGLANG_AUTO_NUMA_BIND": "0",  # asks for the NUMA node of the GPU that a rank would have if none were shared
+    "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",  # fails if free memory changes while an engine starts
+}
+"""SGLang's environment variables if ranks share GPUs."""
 
 
 def _environment(config: Config, threads: int) -> dict[str, str]:
@@ -69,8 +74,16 @@ def _environment(config: Config, threads: int) -> dict[str, str]:
         **engine_settings.ENVIRONMENT,
         **(_INDEX_RECORD if config.train.sparse_index_replay else {}),
         SHORT_INDICES: str(int(config.rollout.max_context < 1 << 16)),
+        **(_SHARED_GPUS if config.parallel.ranks_per_gpu > 1 else {}),
+        **device.sharing_variables(config.parallel.ranks_per_gpu),
         **platform().environment(config.rollout.tp, max(engines.values(), default=1), threads),
     }
+
+
+def gpu_offsets(first_rank: int, num_ranks: int, ranks_per_gpu: int) -> list[int]:
+    """Return the GPU of each of an engine's ranks on a machine, counted from that of the first."""
+    gpus = [device.gpu_number(first_rank + rank, ranks_per_gpu) for rank in range(num_ranks)]
+    return [gpu - gpus[0] for gpu in gpus]
 
 
 def platform() -> ModuleType:
@@ -125,11 +138,12 @@ class SGLangEngine(HTTPEngine):
             **server_args.sampling_args(rollout),
             **server_args.expert_args(rollout),
             **family_of(hf).engine_settings,
-            **self._platform.server_args(self.config, self.first_device),
+            **self._platform.server_args(self.config, self.first_rank),
             **rollout.sglang,
         }
         settings = {
             "server_args": arguments,
+            "gpu_offsets": gpu_offsets(self.first_rank, rollout.tp, self.config.parallel.ranks_per_gpu),
             "start_method": self._platform.START_METHOD,
             "has_truncated_sampling": rollout.has_truncated_sampling or rollout.eval_config.has_truncated_sampling,
             "secret": job_secret.engine_secret(self.name),

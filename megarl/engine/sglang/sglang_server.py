@@ -2,7 +2,7 @@
 
 It writes to the file `facts` what the rank must know about SGLang's tool-call parser, so that a rank never has to
 import SGLang. `main` has the only patches of SGLang outside of `cpu/`: how processes start, and the names of their
-shared memory.
+shared memory. Which GPU a rank of the engine gets is an argument of SGLang's.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import multiprocessing
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +61,26 @@ def compile_sampler(backend: str | None) -> None:
         get_sampling_module()
 
 
+def run_scheduler(gpu_offsets: Sequence[int], server_args: Any, port_args: Any, gpu_id: int, *others: Any) -> None:
+    """Run SGLang's process of a rank on the GPU that this rank has.
+
+    SGLang gives ranks consecutive GPUs from `base_gpu_id` on, and refuses a step of 0.
+
+    gpu_offsets: for each of the ranks on this machine, its GPU, counted from `base_gpu_id`. gpu_id: SGLang's choice.
+    """
+    from sglang.srt.managers.scheduler import run_scheduler_process
+
+    first = server_args.base_gpu_id
+    run_scheduler_process(server_args, port_args, first + gpu_offsets[gpu_id - first], *others)
+
+
 def main(settings: dict[str, Any]) -> None:
     """Run the server until it ends, then kill its child processes.
 
     settings: see `SGLangEngine._launch`; and "folder" from the host.
     """
     from megarl.cpu import sglang_plugin
+    from megarl.engine.sglang import sglang_server  # the name by which SGLang's processes import it
     from megarl.parallel.job_secret import SECRET_ENV
     from megarl.parallel.rendezvous import STORE_FOLDER_ENV
 
@@ -74,7 +90,7 @@ def main(settings: dict[str, Any]) -> None:
     Path(settings["folder"], LEFTOVERS).write_text(f"{load_file(settings['folder'])}\n")
     preload()
     sglang_plugin.seal_pickles()
-    from sglang.launch_server import run_server
+    from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.server_args import PortArgs, ServerArgs
     from sglang.srt.utils import kill_process_tree
 
@@ -95,7 +111,10 @@ def main(settings: dict[str, Any]) -> None:
     facts = {"tool_call_marker": find_tool_call_marker(settings["tool_call_parser"])}
     Path(settings["facts"]).write_text(json.dumps(facts))
     try:
-        run_server(ServerArgs(**settings["server_args"]))
+        launch_server(
+            ServerArgs(**settings["server_args"]),
+            run_scheduler_process_func=partial(sglang_server.run_scheduler, settings["gpu_offsets"]),
+        )
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 
