@@ -502,6 +502,28 @@ def test_two_steps_of_an_moe_family(family: str, folder: Path, tmp_path: Path, h
     assert {name for name in before if torch.equal(before[name], after[name])} == frozen
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", ["ernie4_5_moe", "gpt_oss", "qwen3_next", "glm4_moe"])
+def test_bf16_run_from_a_float32_folder(family: str, folder: Path, tmp_path: Path, host: str) -> None:
+    """Some of the engine's tensors stay in FP32: a router, its bias, biases of experts, or the decays of delta nets."""
+    build = getattr(tiny_models, family, partial(tiny_models.of_family, family))
+    model = tiny_models.save(build(), tmp_path / "model")
+    assert json.loads((model / "config.json").read_text())["dtype"] == "float32"
+    overrides = [
+        f"model.path={model}",
+        *("model.dtype=bfloat16", "algorithm=grpo", "loss.entropy_coef=0.1", "train.routing_replay=true"),
+        *("run.num_rollout=2", "run.save_every=0", "rollout.max_turns=1", "rollout.max_new_tokens=8"),
+        *("actor_optimizer.lr=0.01", "actor_optimizer.schedule=constant", "rollout.verify_weights_every=1"),
+        *("parallel.world_size=1", "parallel.tp=1", "parallel.ep=1"),
+    ]
+    train(folder, tmp_path / "run", *overrides, host=host)
+    rows = read_metrics(tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 2]
+    assert max(row["rollout/logprob_diff_mean"] for row in rows) < 0.05
+    exported = load_file(tmp_path / "run" / "export" / "model.safetensors")
+    assert exported.keys() == load_file(model / "model.safetensors").keys()
+
+
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

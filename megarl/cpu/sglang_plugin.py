@@ -101,12 +101,13 @@ def cap_logits(scores: torch.Tensor, cap: float) -> torch.Tensor:
 
 
 def register() -> None:
-    """Bind stores to private addresses, seal pickles, patch how SGLang reads MXFP4 and verifies drafts, and on a CPU
-    complete its CPU path."""
+    """Bind stores to private addresses, seal pickles, patch how SGLang reads MXFP4, chooses dtypes and verifies drafts,
+    and on a CPU complete its CPU path."""
     from sglang.srt.utils import is_cpu
 
     bind_store_addresses()
     _patch_configs()
+    _patch_dtypes()
     _patch_tool_calls()
     if SECRET_ENV in os.environ:
         seal_pickles()
@@ -148,6 +149,30 @@ def _patch_configs() -> None:
         init(self, **values)
 
     Qwen3NextConfig.__init__ = read_like_transformers
+
+
+def _patch_dtypes() -> None:
+    """Give models the engine's dtype where they ask config.json for it, and ERNIE 4.5 its balancing bias in FP32.
+
+    gpt-oss, Qwen3-Next and Ling 2 create some of their weights in the dtype of config.json, whatever the engine's.
+    """
+    from sglang.srt.configs import model_config
+    from sglang.srt.models import ernie4
+
+    resolve = model_config._get_and_verify_dtype
+
+    def resolve_for_models(config: Any, dtype: str | torch.dtype) -> torch.dtype:
+        config.dtype = resolve(config, dtype)
+        return cast(torch.dtype, config.dtype)
+
+    model_config._get_and_verify_dtype = resolve_for_models
+    construct = ernie4.MoEGate.__init__
+
+    def init(self: Any, *arguments: Any, **options: Any) -> None:
+        construct(self, *arguments, **options)
+        self.e_score_correction_bias.data = self.e_score_correction_bias.data.float()
+
+    ernie4.MoEGate.__init__ = init
 
 
 def _patch_tool_calls() -> None:

@@ -246,5 +246,10 @@ def router_bias(layer: int, tensor: HFTensor, slot_name: str = "") -> Param:
 
 
 def with_fp32_router(rows: Iterable[Param]) -> list[Param]:
-    """Return the rows with the router's weight in FP32, as SGLang keeps it for some models, whatever their dtype."""
-    return [replace(row, dtype=torch.float32) if row.megatron.endswith(".router.weight") else row for row in rows]
+    """Return the rows with the engine's router weight in FP32, as SGLang keeps it for some models."""
+    return [
+        replace(row, slot=replace(row.slot, is_fp32=True))
+        if row.slot and row.megatron.endswith(".router.weight")
+        else row
+        for row in rows
+    ]

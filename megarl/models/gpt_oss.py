@@ -158,14 +158,14 @@ def _vector(megatron: str, name: str, size: int, sharding: Sharding) -> Param:
 
 
 def _expert(hf: HFConfig, layer: int, expert: int) -> list[Param]:
-    """Return weights and biases of one expert, with the rows of gate and up alternating."""
+    """Return weights and biases of one expert, with the rows of gate and up alternating. SGLang has biases in FP32."""
     hidden, ffn, key = need(hf, "hidden_size"), need(hf, "intermediate_size"), "intermediate_size"
     megatron, stack = f"decoder.layers.{layer}.mlp.experts.{expert}", f"model.layers.{layer}.mlp.experts"
     by_row, by_column = Dim0Sharding(ffn, key), Dim1Sharding(ffn, key)
 
     def row(fc: str, name: str, shape: tuple[int, ...], sharding: Sharding, slot: str, in_engine: Sharding) -> Param:
         tensor = HFTensor(f"{stack}.{expert}.{name}", shape)
-        engine_slot = EngineSlot(f"{stack}.{slot}", in_engine, "expert")
+        engine_slot = EngineSlot(f"{stack}.{slot}", in_engine, "expert", is_fp32=fc.endswith(".bias"))
         return Param(f"{megatron}.{fc}", (tensor,), sharding, engine_slot, expert)
 
     bias, first = ExpertBiasSharding(), FirstRankSharding()

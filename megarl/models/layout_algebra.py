@@ -254,6 +254,7 @@ class EngineSlot:
     grid: EngineGrid
     offset: int = 0
     is_draft: bool = False  # in the engine's draft model, which has the multi-token prediction layers
+    is_fp32: bool = False  # in the engine alone, whatever the model's dtype is
 
 
 @dataclass(frozen=True)
@@ -266,10 +267,15 @@ class Param:
     sharding: Sharding
     slot: EngineSlot | None = None  # None if the engine does not have it, such as a value head
     expert: int | None = None  # index of its routed expert; such a parameter is on the expert grid
-    dtype: torch.dtype | None = None  # fixed, whatever the model's dtype is
+    dtype: torch.dtype | None = None  # fixed in trainer and engine, whatever the model's dtype is
     is_buffer: bool = False
     more_slots: tuple[EngineSlot, ...] = ()
     """Further slots, if the engine keeps the parameter in several tensors, each with some of the HF tensors."""
+
+    @property
+    def is_sent_as_fp32(self) -> bool:
+        """Whether the engine has it in FP32, whatever the model's dtype is."""
+        return self.dtype == torch.float32 or (self.slot is not None and self.slot.is_fp32)
 
     def by_slot(self) -> list[Param]:
         """Return this parameter once for each of its slots, with only that slot."""

@@ -15,8 +15,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
-
 from megarl.config import ConfigError, strict
 from megarl.config.strict import PositiveInt
 from megarl.models import blocks, config_json
@@ -299,10 +297,10 @@ def _delta_net(hf: HFConfig, megatron: str, hf_layer: str, grouped: bool) -> lis
     kernel = (keys * (2 * key_size + ratio * value_size), 1, need(hf, "linear_conv_kernel_dim"))
     output = f"{megatron}.out_proj", f"{prefix}.out_proj"
 
-    def vector(name: str, **options: Any) -> Param:
+    def vector(name: str, is_fp32: bool = False) -> Param:
         tensor = HFTensor(f"{prefix}.{name}", (values,))
-        slot = EngineSlot(tensor.name, by_value_head, "attention")
-        return Param(f"{megatron}.{name}", (tensor,), by_value_head, slot, **options)
+        slot = EngineSlot(tensor.name, by_value_head, "attention", is_fp32=is_fp32)
+        return Param(f"{megatron}.{name}", (tensor,), by_value_head, slot)
 
     return [
         Param(
@@ -314,7 +312,7 @@ def _delta_net(hf: HFConfig, megatron: str, hf_layer: str, grouped: bool) -> lis
         ),
         weight(f"{megatron}.conv1d", f"{prefix}.conv1d", kernel, convolved),
         vector("dt_bias"),
-        vector("A_log", dtype=torch.float32),  # SGLang keeps it in FP32, whatever the model's dtype
+        vector("A_log", is_fp32=True),
         norm(f"{megatron}.out_norm", f"{prefix}.norm", value_size),
         weight(*output, (hidden, values * value_size), Dim1Sharding(keys, KEY_HEADS)),
     ]

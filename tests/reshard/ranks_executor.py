@@ -124,7 +124,7 @@ def engine_tensors(case: Any, params: list[Param], dtype: torch.dtype, rank: int
     position = position_of(case, rank)
     shapes = {} if position is None else engine_shapes(params, case.engine, position, experts)
     slots = [(engine_slot, param) for param in params if (engine_slot := case.engine.slot_of(param))]
-    engine_dtypes = {engine_slot.name: param.dtype for engine_slot, param in slots if param.dtype}
+    engine_dtypes = {engine_slot.name: torch.float32 for engine_slot, param in slots if param.is_sent_as_fp32}
     tensors = {
         name: torch.full(shape, -5.0, dtype=engine_dtypes.get(name) or dtype) for name, shape in sorted(shapes.items())
     }

@@ -276,7 +276,7 @@ def check_best_set(
 def elements(param: Param, cut: Sharding, parts: int, part: int, wire: str) -> dict[Element, int]:
     """Return a shard's elements with their bytes."""
     quantised, packed = wire == "fp8" and is_quantised(param), wire == "int4" and param.expert is not None
-    bytes_ = 1 if quantised else 4 if wire == "fp32" or param.dtype is not None else 2
+    bytes_ = 1 if quantised else 4 if wire == "fp32" or param.is_sent_as_fp32 else 2
     dim, slices = split_with(param, cut, parts, part)
     result: dict[Element, int] = {}
     for source, start, stop in slices:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -104,6 +105,20 @@ def test_engine_problems_of_another_model() -> None:
     assert problems == [f"{w2} is int8 in the engine, but it is sent as float32"]
     del tensors[w2]
     assert find_engine_problems(tensors, PARAMS, engine, 1, 4, "fp32") == [f"the engine has no tensor {w2}"]
+
+
+def test_engine_problems_of_a_dtype() -> None:
+    """In bf16, a slot may be FP32; every other tensor in FP32 is a problem."""
+    name, engine = "decoder.layers.0.mlp.router.weight", EngineLayout(2, ep=2)
+    (row,) = (param for param in PARAMS if param.megatron == name)
+    assert row.slot
+    fp32 = replace(row, slot=replace(row.slot, is_fp32=True))
+    tensors = {row.slot.name: ("float32", row.hf[0].shape)}
+    assert find_engine_problems(tensors, [fp32], engine, 0, 4, "bf16") == []
+    problem = f"{row.slot.name} is float32 in the engine, but it is sent as bfloat16"
+    assert find_engine_problems(tensors, [row], engine, 0, 4, "bf16") == [problem]
+    (problem,) = find_engine_problems({row.slot.name: ("bfloat16", row.hf[0].shape)}, [fp32], engine, 0, 4, "bf16")
+    assert problem == f"{row.slot.name} is bfloat16 in the engine, but it is sent as float32"
 
 
 def test_fp8_engine_needs_scales() -> None:

@@ -145,6 +145,7 @@ class SGLangEngine(HTTPEngine):
             "server_args": arguments,
             "gpu_offsets": gpu_offsets(self.first_rank, rollout.tp, self.config.parallel.ranks_per_gpu),
             "start_method": self._platform.START_METHOD,
+            "has_truncated_sampling": rollout.has_truncated_sampling or rollout.eval_config.has_truncated_sampling,
             "secret": job_secret.engine_secret(self.name),
         }
         return ServerLaunch(SERVER, sys.executable, _environment(self.config, self.threads), settings)

@@ -48,6 +48,19 @@ def load_file(folder: str) -> Path:
     return Path(f"/dev/shm/sglang_loads_{name}_{hashlib.blake2s(name.encode(), digest_size=4).hexdigest()}.shm")
 
 
+def compile_sampler(backend: str | None) -> None:
+    """Compile flashinfer's kernels for truncated sampling, unless they are cached or another backend samples.
+
+    It takes minutes. At the first request, the engine would answer no health check meanwhile, and count as hanging.
+    """
+    from sglang.srt.utils import is_flashinfer_available
+
+    if backend in (None, "flashinfer") and is_flashinfer_available():  # SGLang's default
+        from flashinfer.sampling import get_sampling_module
+
+        get_sampling_module()
+
+
 def run_scheduler(gpu_offsets: Sequence[int], server_args: Any, port_args: Any, gpu_id: int, *others: Any) -> None:
     """Run SGLang's process of a rank on the GPU that this rank has.
 
@@ -93,6 +106,8 @@ def main(settings: dict[str, Any]) -> None:
         return ports
 
     PortArgs.init_new = staticmethod(init_with_id)
+    if settings["has_truncated_sampling"]:
+        compile_sampler(settings["server_args"].get("sampling_backend"))
     facts = {"tool_call_marker": find_tool_call_marker(settings["tool_call_parser"])}
     Path(settings["facts"]).write_text(json.dumps(facts))
     try:

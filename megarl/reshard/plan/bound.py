@@ -188,7 +188,7 @@ def _param_signature(param: Param, engine: EngineLayout) -> Any:
     slot = engine.slot_of(param)
     shapes = tuple(tensor.shape for tensor in param.hf)
     cuts = param.sharding, slot and (slot.sharding, slot.grid)
-    return shapes, cuts, param.expert is None, param.dtype, fp8.is_quantised(param)
+    return shapes, cuts, param.expert is None, param.is_sent_as_fp32, fp8.is_quantised(param)
 
 
 def _columns(params: Iterable[Param], train: TrainLayout, engine: EngineLayout, experts: int, wire: Wire) -> Columns:
@@ -215,7 +215,7 @@ def _columns(params: Iterable[Param], train: TrainLayout, engine: EngineLayout, 
                 # Nothing cuts a group, so each atom has whole groups of 16 bytes and a scale.
                 columns.append((member, cells // GROUP * (GROUP // 2 + 2) * count))
                 continue
-            is_fp32 = wire == "fp32" or (param.dtype is not None and param.dtype.itemsize == 4)
+            is_fp32 = wire == "fp32" or param.is_sent_as_fp32
             itemsize = 4 if is_fp32 else 1 if is_fp8 else 2
             columns.append((member, cells * itemsize * count))
             if is_fp8:

@@ -121,7 +121,7 @@ def _signature(params: Sequence[Param], layer: int | None) -> tuple[object, ...]
             tuple(tensor.shape for tensor in param.hf),
             param.sharding,
             param.slot and (param.slot.sharding, param.slot.grid, param.slot.offset, param.slot.is_draft),
-            param.dtype,
+            param.is_sent_as_fp32,
         )
         for param in params
     )

@@ -74,7 +74,7 @@ def planes(param: Param, wire: Wire) -> tuple[Plane, ...]:
         return _FP8
     if wire == "int4" and int4.is_quantised(param):
         return _INT4
-    return _FP32 if wire == "fp32" or (param.dtype is not None and param.dtype.itemsize == 4) else _BF16
+    return _FP32 if wire == "fp32" or param.is_sent_as_fp32 else _BF16
 
 
 class ShardSlice(NamedTuple):
@@ -419,25 +419,21 @@ def find_engine_problems(
     tensors: EngineTensors, params: Sequence[Param], engine: EngineLayout, position: int, num_experts: int, wire: Wire
 ) -> list[str]:
     """List how the tensors of an engine rank differ from the layout table; one line each."""
-    expected: dict[str, tuple[tuple[int, ...], set[str]]] = {}
+    expected: dict[str, tuple[tuple[int, ...], str]] = {}
     slots = [(param, engine.slot_of(param)) for param in params]
-    quantised = {slot.name: both for param, slot in slots if slot and len(both := planes(param, wire)) > 1}
+    sent = {slot.name: planes(param, wire) for param, slot in slots if slot}
     for name, shape in engine_shapes(params, engine, position, num_experts).items():
-        if name in quantised:
-            for plane in quantised[name]:
-                dtype = str(plane.dtype).removeprefix("torch.")
-                expected[name + plane.suffix] = (*shape[:-2], *plane.shape(*shape[-2:])), {dtype}
-        else:
-            expected[name] = shape, {"float32" if wire == "fp32" else "bfloat16", "float32"}
+        for plane in sent[name]:
+            plane_shape = (*shape[:-2], *plane.shape(*shape[-2:])) if len(sent[name]) > 1 else shape
+            expected[name + plane.suffix] = plane_shape, str(plane.dtype).removeprefix("torch.")
     problems = []
-    for name, (shape, types) in expected.items():
+    for name, (shape, dtype) in expected.items():
         if name not in tensors:
             problems.append(f"the engine has no tensor {name}")
         elif tuple(tensors[name][1]) != shape:
             problems.append(f"{name} has shape {tuple(tensors[name][1])} in the engine, not {shape}")
-        elif tensors[name][0] not in types:
-            sent_as = " or ".join(sorted(types))
-            problems.append(f"{name} is {tensors[name][0]} in the engine, but it is sent as {sent_as}")
+        elif tensors[name][0] != dtype:
+            problems.append(f"{name} is {tensors[name][0]} in the engine, but it is sent as {dtype}")
     return problems
 
 
