@@ -20,14 +20,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_trains_and_resumes_with_the_chosen_layout(folder: Path, host: str, tmp_path: Path) -> None:
-    """Two ranks of 0.1 GB, where the model fits only with sharded experts and recomputation; then one rank of more."""
+    """Two ranks of 0.1 GB, where the model fits only with tensor parallelism and recomputation; then one of more."""
     run_dir = tmp_path / "run"
     small = [*AUTO, "parallel.gpu_gb=0.1"]
     _, _, _, file, *overrides = build_command(folder, tmp_path / "planned", *small)
     report = validate(load_config(file, overrides), dry_run=True)
     assert report.choice is not None, report.errors
     planned = report.choice.config
-    assert (planned.parallel.ep, planned.parallel.tp) == (2, 1)
+    assert (planned.parallel.ep, planned.parallel.tp) == (1, 2)
     assert planned.model.megatron["recompute_granularity"] == "full"
 
     done = run_cli(folder, run_dir, *small, "run.num_rollout=1", host=host)

@@ -100,7 +100,7 @@ def test_failing_agent_aborts_only_its_own_rollout(behavior: str, failure: str) 
 
 
 def test_hanging_agent_is_aborted_at_the_deadline() -> None:
-    failed, succeeded = run_agents([task("odd", "hangs"), task("odd", "fine")], ScriptedPolicy("x"), seconds=8.0)
+    failed, succeeded = run_agents([task("odd", "hangs"), task("odd", "fine")], ScriptedPolicy("x"), seconds=15.0)
     assert failed.status == "aborted" and "rollout.step_timeout" in failed.failure and failed.num_actions
     assert succeeded.env_reward == Reward(0.5)
 
