@@ -54,4 +54,5 @@ if __name__ == "__main__":
     engine.Engine._launch_scheduler_processes = classmethod(launch_and_print)
     folder = Path(server_args["model_path"]).parent
     names = {"start_method": "", "secret": "a secret", "tool_call_parser": "qwen25", "facts": str(folder / "facts")}
+    names |= {"has_truncated_sampling": False}
     sglang_server.main({**names, "folder": str(folder), "server_args": server_args, "gpu_offsets": offsets})
