@@ -75,6 +75,5 @@ def test_ppo_of_an_fp8_deepseek_with_python(tmp_path: Path, host: str) -> None:
     assert results and "78" in results, "the sandbox has computed"
     after = load_file(tmp_path / "run" / "export" / "model.safetensors")
     assert after.keys() == before.keys()
-    assert not torch.equal(
-        after["model.layers.1.mlp.experts.0.up_proj.weight"], before["model.layers.1.mlp.experts.0.up_proj.weight"]
-    )
+    experts = [name for name in before if ".experts." in name]  # of which some may have had no token
+    assert any(not torch.equal(after[name], before[name]) for name in experts)
