@@ -65,9 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         from megarl.dry_run.auto_layout import with_job_size
         from megarl.parallel import rendezvous
 
-        config = with_job_size(config)
         if not config.train.fsdp:  # one queue, so that collectives start before the products that they overlap with
-            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # CUDA reads it once
+        config = with_job_size(config)
         if not rendezvous.read_launch_env().is_launched and config.parallel.world_size > 1:
             inherit_orphans()
             return start_ranks(config, arguments)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from megarl import train
 from megarl.config import load_config
 from megarl.dry_run import validation
 from megarl.engine import engine_host
@@ -164,3 +165,22 @@ def test_launcher_starts_one_engine_host_for_all_ranks(monkeypatch: pytest.Monke
     monkeypatch.setenv(engine_host.HOST_VARIABLE, "/of/somebody/else")
     assert start_ranks(load_config(QUICKSTART, [run_dir]), [QUICKSTART]) == 0
     assert host_sockets[2:] == [os.environ[engine_host.HOST_VARIABLE]] == ["/of/somebody/else"] and closed == [True]
+
+
+def test_ranks_have_one_cuda_queue_but_with_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    seen: list[str | None] = []
+
+    def start_ranks(*_: object) -> int:
+        seen.append(os.environ.get(name))
+        return 0
+
+    monkeypatch.setattr(train, "inherit_orphans", lambda: None)
+    monkeypatch.setattr(train, "start_ranks", start_ranks)
+    monkeypatch.setenv(name, "8")
+    assert main([QUICKSTART]) == 0
+    for overrides in ([], ["train.fsdp=true"]):
+        monkeypatch.delenv(name)
+        assert main([QUICKSTART, *overrides]) == 0
+        monkeypatch.setenv(name, "")
+    assert seen == ["8", "1", None]

@@ -230,8 +230,8 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Confi
     tree = _read_auto(tree)
     layout = tree.get("parallel") or {}
     if overrides.count(AUTO_OVERRIDE) == 1 and isinstance(layout, dict):  # `build_dataclass` rejects other types
-        kept = ("world_size", "ranks_per_node", "ranks_per_gpu", "gpu_gb")
-        job_size = {name: layout[name] for name in kept if name in layout}
+        names = ("world_size", "ranks_per_node", "ranks_per_gpu", "gpu_gb")
+        job_size = {name: layout[name] for name in names if name in layout}
         tree["parallel"] = {**job_size, "auto": True}
         overrides = [text for text in overrides if text != AUTO_OVERRIDE]
     config = from_dict(plain_yaml.apply_overrides(tree, overrides, example_keys))

@@ -1,1 +1,1 @@
-"""Play a job of any size on one machine: its program on tensors without bytes, and its communication as a record."""
+"""Records of the communication of a job's ranks, checked for hangs, and peaks of memory without an allocator."""
