@@ -16,7 +16,7 @@ import megarl
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.nightly]
-OPTIONAL_PACKAGES = {"mcp", "mlflow", "sglang", "swanlab", "verifiers", "vllm", "wandb"}
+OPTIONAL_PACKAGES = {"flashinfer", "mcp", "mlflow", "sglang", "swanlab", "verifiers", "vllm", "wandb"}
 """Imported only on request: extras, or packages installed without their dependencies."""
 DISTRIBUTIONS = {"yaml": "pyyaml", "megatron": "megatron-core", "PIL": "pillow"}
 
