@@ -24,6 +24,7 @@ def plan_micro_batches(
     multiple: int = 1,
     group: npt.ArrayLike | None = None,
     owner_rank: npt.ArrayLike | None = None,
+    minimum: int = 1,
 ) -> list[list[list[int]]]:
     """Distribute sequences over `dp` ranks and into micro-batches of at most `token_budget` tokens.
 
@@ -36,9 +37,9 @@ def plan_micro_batches(
     takes more than MAX_SLOWDOWN times as long; otherwise the plan without homes is returned.
 
     Returns `plan[rank][micro_batch] -> sequence indices`, ascending within a micro-batch. All ranks get the same number
-    of micro-batches, a multiple of `multiple`, because collectives of expert and pipeline parallelism need all ranks; a
-    rank with less work gets empty ones. A sequence longer than the budget is a micro-batch of its own. The most
-    expensive micro-batches come first.
+    of micro-batches, at least `minimum` and a multiple of `multiple`, because collectives of expert and pipeline
+    parallelism need all ranks; a rank with less work gets empty ones. A sequence longer than the budget is a
+    micro-batch of its own. The most expensive micro-batches come first.
 
     Recent plans are cached, because the models of a step ask for the same one; the caller gets its own copy.
     """
@@ -56,7 +57,7 @@ def plan_micro_batches(
     if homes is not None and (dp == 1 or homes.max(initial=-1) < 0):
         homes = None
     group_bytes, home_bytes = (None if values is None else values.tobytes() for values in (numbers, homes))
-    plan = _cached_plan(sizes.tobytes(), dp, token_budget, float(quadratic), multiple, group_bytes, home_bytes)
+    plan = _cached_plan(sizes.tobytes(), dp, token_budget, float(quadratic), multiple, group_bytes, home_bytes, minimum)
     return [[list(micro) for micro in rank] for rank in plan]
 
 
@@ -69,7 +70,14 @@ def _as_int64(values: npt.ArrayLike, name: str) -> np.ndarray:
 
 @lru_cache(maxsize=8)  # a step's batch and its mini-batches, and those of a second layout
 def _cached_plan(
-    sizes: bytes, dp: int, budget: int, quadratic: float, multiple: int, group: bytes | None, owner_rank: bytes | None
+    sizes: bytes,
+    dp: int,
+    budget: int,
+    quadratic: float,
+    multiple: int,
+    group: bytes | None,
+    owner_rank: bytes | None,
+    minimum: int,
 ) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """Implement `plan_micro_batches` on the bytes of int64 arrays, which are hashable."""
     tokens = np.frombuffer(sizes, dtype=np.int64)
@@ -86,7 +94,7 @@ def _cached_plan(
         part_tokens = np.bincount(owner, weights=unit_tokens, minlength=dp * count)
         return not np.any((part_tokens > budget) & (np.bincount(owner, minlength=dp * count) > 1))
 
-    count = max(1, -(-min_micro_batches(unit_tokens, budget) // (dp * multiple))) * multiple
+    count = max(1, -(-minimum // multiple), -(-min_micro_batches(unit_tokens, budget) // (dp * multiple))) * multiple
     while not fits(owner := partition(unit_costs, dp * count)):
         # Terminates at the latest when each has a micro-batch of its own.
         count += max(1, count // (COUNT_STEPS * multiple)) * multiple
