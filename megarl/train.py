@@ -1,6 +1,6 @@
 """Training entry point: load the configuration, then run its flow.
 
-    .venv/bin/python -m megarl.train configs/quickstart.yaml [section.key=value ...] [--dry-run]
+    .venv/bin/python -m megarl.train configs/quickstart.yaml [section.key=value ...] [--dry-run | --rehearse]
 
 If the configuration needs more than one rank and they fit on one machine, this program starts them itself. With
 `megarl.torchrun`, which launch/ and slurm/ use, or torch's own torchrun, every rank runs this file. Exit statuses are
@@ -14,12 +14,15 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from megarl.config import Config, ConfigError, describe_keys, describe_ranges, load_config, strict
 from megarl.config.command_line import Parser
 from megarl.launch import exit_status
 from megarl.processes.children import inherit_orphans
+
+if TYPE_CHECKING:
+    from megarl.dry_run.validation import Report
 
 
 class _Parser(Parser):
@@ -27,7 +30,7 @@ class _Parser(Parser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(
-            f"{message}; usage: {self.prog} CONFIG [section.key=value ...] [--dry-run] [--keys [WORD ...]]"
+            f"{message}; usage: {self.prog} CONFIG [section.key=value ...] [--dry-run] [--rehearse] [--keys [WORD ...]]"
         )
 
 
@@ -37,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("config", nargs="?", help="a YAML file, see configs/")
     parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
     parser.add_argument("--dry-run", action="store_true", help="check everything and print the plan, start nothing")
+    parser.add_argument("--rehearse", action="store_true", help="also play a step of all ranks, without GPUs or data")
     parser.add_argument("--keys", action="store_true", help="list the keys: default, range, meaning; all, or by words")
     try:
         options = parser.parse_intermixed_args(arguments)
@@ -50,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _print("\n".join(list_keys(words)))
             return 0
         config = load_config(options.config, options.overrides)
-        if options.dry_run:
+        if options.dry_run or options.rehearse:
             from megarl.dry_run.validation import render, validate
             from megarl.observe import run_folder
 
@@ -61,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 run_folder.check_folder(config)
             except ConfigError as error:
                 _print(f"warning: the run would be rejected: {error}")
-            return 0
+            return _rehearse(config, report) if options.rehearse else 0
         from megarl.dry_run.auto_layout import with_job_size
         from megarl.parallel import rendezvous
 
@@ -77,6 +81,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except BaseException as error:  # noqa: B036  top level of the program
         return exit_status.report_error(error)
+
+
+def _rehearse(config: Config, report: Report) -> int:
+    """Play a step of the job, print what came out, and return 1 if it would fail."""
+    from megarl.rehearse import rehearsal
+
+    result = rehearsal.rehearse(config, report)
+    sizes = config.parallel.gpu_gb, config.parallel.host_gb
+    _print(rehearsal.render(result, *sizes))
+    return int(bool(result.faults) or not result.fits(*sizes))
 
 
 def list_keys(words: Sequence[str] = ()) -> list[str]:

@@ -230,7 +230,7 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Confi
     tree = _read_auto(tree)
     layout = tree.get("parallel") or {}
     if overrides.count(AUTO_OVERRIDE) == 1 and isinstance(layout, dict):  # `build_dataclass` rejects other types
-        names = ("world_size", "ranks_per_node", "ranks_per_gpu", "gpu_gb")
+        names = ("world_size", "ranks_per_node", "ranks_per_gpu", "gpu_gb", "host_gb")
         job_size = {name: layout[name] for name in names if name in layout}
         tree["parallel"] = {**job_size, "auto": True}
         overrides = [text for text in overrides if text != AUTO_OVERRIDE]

@@ -160,6 +160,9 @@ class ParallelConfig:
     gpu_gb: Annotated[float, Range(above=0, most=1_000_000)] | None = None
     """GB (1e9 bytes) of a GPU for which `parallel.auto` plans; null asks the GPUs of the run, or without any divides
     the host's memory by the ranks of a node."""
+    host_gb: Annotated[float, Range(above=0, most=1_000_000)] | None = None
+    """GB (1e9 bytes) of a node's memory, with which a rehearsal (`--rehearse`) compares what its ranks need; null
+    compares nothing."""
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ PATCHED: dict[str, str] = {}
 """Dotted name -> why it is patched."""
 
 _CPU = torch.device("cpu")
+_NO_INITIALISATION = "waits for a CUDA initialisation that never comes"
 
 
 class _TorchOnCPU(ModuleType):
@@ -71,15 +72,41 @@ def install() -> bool:
     # torch caches its tensor constructors for `with torch.device("meta")`, in which transformers loads a model. Fill
     # the cache before patching: it would otherwise hold the patched functions, and buffers would stay unset.
     _device._device_constructors()
-    _patch_cuda_namespace()
-    _patch_tensors()
+    _patch_cuda_namespace(_CPU)
+    _patch_tensors(_CPU)
+    _replace_compilation(lambda function: function)
     _patch_megatron()
     return True
 
 
-def _compile_nothing(model: Any = None, **options: Any) -> Any:
-    """Stand in for `torch.compile`, as a function and as a decorator with options."""
-    return model if model is not None else (lambda function: function)
+def install_for_rehearsal(fuse: Callable[[Any], Any]) -> None:
+    """Patch torch and Megatron so that what they do on a GPU happens on `meta`, where tensors have no bytes.
+
+    Once per process, before anything imports `megatron.core`.
+
+    fuse: decorates the functions that Megatron compiles on a GPU.
+    """
+    meta = torch.device("meta")
+    _device._device_constructors()
+    _patch_cuda_namespace(meta)
+    _patch_tensors(meta)
+    _replace_compilation(fuse)
+    import megatron.core.tensor_parallel.random as random
+
+    _patch(random, "_set_cuda_rng_state", lambda *args, **kwargs: None, _NO_INITIALISATION)
+    move = torch.nn.Module.to
+
+    def move_with_flags(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        flags = {name: vars(param) for name, param in self.named_parameters()}
+        result = move(self, *args, **kwargs)
+        for name, param in result.named_parameters():
+            vars(param).update(flags[name])
+        return result
+
+    why = (
+        "between the host and a GPU a parameter is the same object, whose flags Megatron reads; on meta it is a new one"
+    )
+    _patch(torch.nn.Module, "to", move_with_flags, why)
 
 
 def _patch(owner: Any, name: str, value: Any, why: str) -> None:
@@ -88,10 +115,10 @@ def _patch(owner: Any, name: str, value: Any, why: str) -> None:
     PATCHED[f"{prefix}.{name}"] = why
 
 
-def _patch_cuda_namespace() -> None:
+def _patch_cuda_namespace(device: torch.device) -> None:
     cuda = torch.cuda
     stream = _Stream()
-    _patch(cuda, "current_device", lambda: _CPU, "given as device= in about 60 places")
+    _patch(cuda, "current_device", lambda: device, "given as device= in about 60 places")
     _patch(cuda, "synchronize", lambda *args: None, "work is done when the call returns")
     _patch(cuda, "Stream", _Stream, "the all-to-all dispatcher copies its splits on a side stream")
     _patch(cuda, "current_stream", lambda *args: stream, "side streams wait for it")
@@ -103,19 +130,19 @@ def _patch_cuda_namespace() -> None:
     _patch(cuda, "manual_seed", lambda seed: generator.manual_seed(int(seed)), why)
 
 
-def _patch_tensors() -> None:
-    def on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+def _patch_tensors(target: torch.device) -> None:
+    def on_target(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             if kwargs.get("device") == "cuda":
-                kwargs["device"] = _CPU
+                kwargs["device"] = target
             kwargs.pop("pin_memory", None)
             return function(*args, **kwargs)
 
         return wrapped
 
     for name in ("tensor", "zeros", "empty"):
-        _patch(torch, name, on_cpu(getattr(torch, name)), "called with a literal device='cuda', or pin_memory=True")
+        _patch(torch, name, on_target(getattr(torch, name)), "called with a literal device='cuda', or pin_memory=True")
 
     tensor_type = torch.Tensor.type
 
@@ -123,25 +150,32 @@ def _patch_tensors() -> None:
         result = tensor_type(self, *args, **kwargs)
         caller = sys._getframe(1).f_globals.get("__name__", "")
         if isinstance(result, str) and caller.startswith("megatron."):
-            return result.replace("torch.", "torch.cuda.", 1)
+            return f"torch.cuda.{result.rpartition('.')[2]}"
         return result
 
-    _patch(torch.Tensor, "cuda", lambda self, *args, **kwargs: self, "batches and buffers are moved with it")
+    _patch(torch.Tensor, "cuda", lambda self, *args, **kwargs: self.to(target), "batches and buffers are moved with it")
     _patch(torch.Tensor, "type", type_, "the optimizer compares it with 'torch.cuda.FloatTensor' and the like")
 
 
-def _patch_megatron() -> None:
+def _replace_compilation(decorate: Callable[[Any], Any]) -> None:
+    """Decorate the functions that Megatron would compile, instead of compiling them."""
+
+    def replace(model: Any = None, **options: Any) -> Any:
+        return decorate if model is None else decorate(model)
+
     compile_ = torch.compile
-    torch.compile = _compile_nothing  # type: ignore[assignment]
+    torch.compile = replace  # type: ignore[assignment]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a warning per missing package: Transformer Engine, Apex ...
             import megatron.core.jit as jit
     finally:
         torch.compile = compile_  # type: ignore[assignment]
-    jit.disable_jit_fuser()  # Megatron's own switch
+    jit.jit_fuser = decorate
     PATCHED["megatron.core.jit.jit_fuser"] = "torch.compile would run a C++ compiler for small fusions"
 
+
+def _patch_megatron() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import megatron.core.tensor_parallel.mappings as mappings
@@ -194,8 +228,8 @@ def _patch_megatron() -> None:
     without_output = random.CheckpointWithoutOutput.__init__
     why = "takes fp8=False for FP8 too, and then asks Transformer Engine"
     _patch(random.CheckpointWithoutOutput, "__init__", lambda self, fp8=False: without_output(self, None), why)
-    why = "waits for a CUDA initialisation that never comes"
-    _patch(random, "_set_cuda_rng_state", lambda state, *args, **kwargs: torch.default_generator.set_state(state), why)
+    set_state = torch.default_generator.set_state
+    _patch(random, "_set_cuda_rng_state", lambda state, *args, **kwargs: set_state(state), _NO_INITIALISATION)
     why = "ignores as_numpy for CPU tensors; all_to_all wants lists"
     _patch(token_dispatcher, "maybe_move_tensor_to_cpu", move, why)
     why = "compares its device with the current GPU's, by name"

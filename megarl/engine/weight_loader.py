@@ -208,7 +208,7 @@ def load(
     except Exception as error:
         answer = {"error": f"{type(error).__name__}: {error}"}
     try:
-        _write_answer(shared["answer"], answer)
+        write_answer(shared["answer"], answer)
         device.synchronize(shared["answer"], whole=True)
     except Exception as error:
         print(f"the answer {str(answer)[:500]} cannot be sent: {error}", flush=True)  # the trainer will find no answer
@@ -248,7 +248,7 @@ def _session(model: torch.nn.Module, path: str, buckets: Sequence[torch.Tensor],
     return {"orders": serve_orders(path, execute)}
 
 
-def _write_answer(buffer: torch.Tensor, content: dict[str, Any]) -> None:
+def write_answer(buffer: torch.Tensor, content: dict[str, Any]) -> None:
     """Write JSON into a shared tensor of bytes, after its length as 8 bytes, little-endian."""
     data = json.dumps(content).encode()
     if _LENGTH.size + len(data) > buffer.numel():
@@ -411,7 +411,7 @@ class _WriteTarget(NamedTuple):
 
 def _read(tensors: dict[str, torch.Tensor], order: dict[str, Any], bucket: torch.Tensor) -> None:
     """Copy slices from the model's tensors to the bucket, where `_write` would take them from."""
-    boxes = _resolve_targets(tensors, order, bucket)
+    boxes = resolve_targets(tensors, order, bucket)
     pack([(box.target, box.offset) for box in boxes if box.has_rows], bucket)
     for box in (box for box in boxes if not box.has_rows):
         _view_bucket(bucket, box.offset, box.target.numel(), box.target.dtype).view(box.target.shape).copy_(box.target)
@@ -430,7 +430,7 @@ def _write(
     states the dtype of each written name, so that bytes are never misinterpreted. If `hash_offset` is not -1, the
     bucket has there the hash (int64) that the box must have once everything is written, read back from the tensor.
     """
-    boxes = _resolve_targets(tensors, order, bucket)
+    boxes = resolve_targets(tensors, order, bucket)
     if writes:
         dense: list[tuple[torch.Tensor, int]] = []
         for box in boxes:
@@ -448,7 +448,7 @@ def _write(
     return list(dict.fromkeys(box.name for (box, _), is_equal in zip(checked, matches, strict=True) if not is_equal))
 
 
-def _resolve_targets(
+def resolve_targets(
     tensors: dict[str, torch.Tensor], order: dict[str, Any], bucket: torch.Tensor
 ) -> list[_WriteTarget]:
     """Return the views of all slices of an order. Raises ValueError if one does not fit."""

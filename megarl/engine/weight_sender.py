@@ -32,7 +32,7 @@ class OrderBuffer:
 
     def __init__(self, backend: EngineBackend, device_number: int | None = None) -> None:
         self._backend, self._device_number = backend, device_number
-        self._answer = device.allocate_shared(ANSWER_BYTES, device_number)
+        self._answer = device.allocate_order(ANSWER_BYTES, device_number)
         self._order = self._answer  # the last order must stay alive until the next: the engine may still read it
 
     def make_payload(self, order: dict[str, Any], *buckets: torch.Tensor) -> str:
@@ -43,7 +43,7 @@ class OrderBuffer:
         """
         weight_loader.clear_answer(self._answer)
         encoded = torch.frombuffer(bytearray(json.dumps(order).encode()), dtype=torch.uint8)
-        self._order = device.allocate_shared(len(encoded), self._device_number).copy_(encoded)
+        self._order = device.allocate_order(len(encoded), self._device_number).copy_(encoded)
         tensors = [("order", self._order), ("answer", self._answer)]
         tensors += [(f"bucket{number or ''}", bucket) for number, bucket in enumerate(buckets)]
         return self._backend.pack_payload(tensors)
@@ -110,7 +110,7 @@ class WeightSender:
                 self._session_request = _start_session(self.engine, payloads)
                 is_connected = self._wait_connected(channel, self._session_request)
             self.gather_payloads("connected" if is_connected else "")
-        elif self.gather_payloads("")[0]:  # the lead's engine rank has connected: the request has reached all of them
+        elif self.gather_payloads("waits")[0]:  # the lead's engine rank has connected: the request has reached all
             is_connected = self._wait_connected(channel, None)
         if is_connected and not self.errors:
             self._channel = channel
@@ -184,7 +184,7 @@ class WeightSender:
 
     def send_order(self, order: dict[str, Any], draft: bool = False) -> dict[str, Any]:
         """Send an order without data as a separate request, and wait for the answer; empty after a failure."""
-        payloads = self.gather_payloads(self._order_buffer.make_payload(order))
+        payloads = self.gather_payloads(self._order_buffer.make_payload({**order, "draft": draft}))
         num_errors = len(self.errors)
         if self.engine is not None and not self.errors:
             try:

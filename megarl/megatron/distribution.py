@@ -91,6 +91,7 @@ class BatchDispatcher:
     routing_shape: RoutingShape | None  # of the routing records that the model replays; None without replay
     index_shape: IndexShape | None = None  # of the sparse attention indices that the model replays
     has_logits: bool = False  # whether the model emits token distributions, which depend on the sampling masks
+    min_trained: int = 1  # the least number of micro-batches of an update
 
     @property
     def this_rank(self) -> ModelRank | None:
@@ -109,7 +110,14 @@ class BatchDispatcher:
                 replica_of_rank[rank] = model_rank.dp_rank
             home_replica = replica_of_rank[batch.sharding.home]
         return plan_micro_batches(
-            batch.lengths, self.dp, self.token_budget, self.quadratic_cost, self.multiple, groups, home_replica
+            batch.lengths,
+            self.dp,
+            self.token_budget,
+            self.quadratic_cost,
+            self.multiple,
+            groups,
+            home_replica,
+            minimum=1 if forward_only else self.min_trained,
         )
 
     def dispatch(self, batch: TrainBatch, plan: MicroBatchPlan, columns: Iterable[str]) -> LocalRows:
@@ -263,7 +271,7 @@ class BatchDispatcher:
         packed = torch.cat([torch.zeros(0, dtype=torch.uint8), *images])
         specs: dict[str, RowSpec] = {"images": (torch.uint8, ())}
         rows = self._deliver(batch, plan, {"images": packed}, specs, batch.sharding.image_bytes, self.model_ranks)
-        return rows["images"]
+        return rows.get("images", {})
 
     def collect(
         self, batch: TrainBatch, plan: MicroBatchPlan, outputs: Sequence[MicroBatchOutput], names: Sequence[str]

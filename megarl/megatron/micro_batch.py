@@ -117,6 +117,14 @@ def explain_hidden_columns(loss: Callable[..., Any]) -> Iterator[None]:
         ) from error
 
 
+def padding_units(tp: int, cp: int) -> tuple[int, int]:
+    """Return of what the tokens of each sequence, and of a micro-batch over all context parallel ranks, are a multiple.
+
+    tp: of what the tokens of a context parallel rank are a multiple.
+    """
+    return (2 * cp, cp * lcm(2, tp)) if cp > 1 else (1, tp)
+
+
 def make_micro_batch(
     batch: TrainBatch,
     indices: Sequence[int],
@@ -139,7 +147,7 @@ def make_micro_batch(
     indexed_layers: the layers of the records of sparse attention indices that it replays; None for none.
     merge: patches along a side of the square that an image token stands for; 0 for a model of text alone.
     """
-    unit, multiple = (2 * cp, cp * lcm(2, tp)) if cp > 1 else (1, tp)
+    unit, multiple = padding_units(tp, cp)
     lengths = [-(-length // unit) * unit for length in batch.lengths.tolist()]
     padding = max(1, -(-sum(lengths) // multiple)) * multiple - sum(lengths)
     lengths += [padding] if padding else []

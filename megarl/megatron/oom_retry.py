@@ -152,7 +152,8 @@ class OOMRetry:
             sequences = np.array(list(chain.from_iterable(micros)), dtype=np.int64)
             groups = None if group is None else group[sequences]
             (cut,) = plan_micro_batches(
-                lengths[sequences], 1, self.token_budget, dispatcher.quadratic_cost, dispatcher.multiple, groups
+                *(lengths[sequences], 1, self.token_budget, dispatcher.quadratic_cost, dispatcher.multiple, groups),
+                minimum=dispatcher.min_trained if trains else 1,
             )
             parts.append([sequences[micro].tolist() for micro in cut])
         count = max(map(len, parts))

@@ -21,7 +21,7 @@ from megarl.config import Config, ConfigError
 from megarl.data.images import ImageProcessor
 from megarl.megatron import fsdp, lora, optimizer, routing_replay, sparse_attention
 from megarl.megatron.build import Role, build_chunks
-from megarl.megatron.distribution import BatchDispatcher, LocalRows, MicroBatchPlan, make_model_rank
+from megarl.megatron.distribution import BatchDispatcher, LocalRows, MicroBatchPlan, ModelRank, make_model_rank
 from megarl.megatron.logprobs import OutputReader
 from megarl.megatron.micro_batch import MicroBatch, explain_hidden_columns, make_micro_batch
 from megarl.megatron.offload import MemoryOffload, WeightSnapshot
@@ -96,6 +96,32 @@ def collect_aux_losses(config: TransformerConfig, ranks: Ranks, micro_batches: i
     }
 
 
+def make_dispatcher(
+    hf: Mapping[str, Any], config: Config, layout: Ranks, role: Role, model_ranks: Mapping[int, ModelRank]
+) -> BatchDispatcher:
+    """Return the dispatcher of a model in this layout. model_ranks: see `BatchDispatcher`."""
+    is_actor = role == "actor"
+    is_interleaved = layout.vpp > 1
+    return BatchDispatcher(
+        model_ranks=model_ranks,
+        dp=layout.dp,
+        token_budget=config.train.max_tokens_per_gpu * layout.cp,
+        quadratic_cost=quadratic_cost(hf),
+        # Megatron's interleaved schedule needs a multiple of the pipeline size. With exactly as many in training, four
+        # stages or more wait for each other: some still warm up, and exchange shapes in another order.
+        multiple=layout.pp if is_interleaved else 1,
+        min_trained=2 * layout.pp if is_interleaved and layout.pp > 3 else 1,
+        routing_shape=replayed_routing(hf, config, role),
+        index_shape=index_shape(hf, config) if is_actor else None,
+        has_logits=is_actor,
+    )
+
+
+def replayed_routing(hf: Mapping[str, Any], config: Config, role: Role) -> RoutingShape | None:
+    """Return the shape of the routing records that a model replays; None if it does not."""
+    return routing_shape(hf, config.model.megatron) if role == "actor" and config.train.routing_replay else None
+
+
 LossFn = Callable[[ModelOutput, TrainBatch], TokenLoss]
 ShardLoader = Callable[[Param, int, int], torch.Tensor]
 FP8_ROWS = 32
@@ -140,26 +166,17 @@ class MegatronModel:
             vocab_size, cap = int(family.gpt_kwargs(hf_config)["vocab_size"]), family.extras(hf_config).logit_cap
             sharded = next(iter(fsdp.sharded_chunks(self.chunks[-1:])), None)
             self._reader = OutputReader(last, role, vocab_size, config.train.logits_chunk_size, cap, sharded)
-            if role == "actor" and config.train.routing_replay:
-                self.replay_shape = routing_shape(hf_config, config.model.megatron)
+            self.replay_shape = replayed_routing(hf_config, config, role)
+            if self.replay_shape is not None:
                 routing_replay.install(self.chunks, self.replay_shape)
             layers = routing_replay.replayed_layers(self.chunks) if self.replay_shape is not None else ()
             self.index_shape = index_shape(hf_config, config) if role == "actor" else None
             indexed = (
                 () if self.index_shape is None else sparse_attention.recorded_layers(self.chunks, self.index_shape)
             )
-            self.dispatcher = BatchDispatcher(
-                model_ranks=dict(
-                    all_gather_objects((ranks.job.rank, make_model_rank(ranks, layers, indexed)), ranks.host_group)
-                ),
-                dp=ranks.dp,
-                token_budget=config.train.max_tokens_per_gpu * ranks.cp,
-                quadratic_cost=quadratic_cost(hf_config),
-                # Megatron's interleaved schedule needs a multiple of the pipeline size.
-                multiple=ranks.pp if ranks.vpp > 1 else 1,
-                routing_shape=self.replay_shape,
-                index_shape=self.index_shape,
-                has_logits=role == "actor",
+            positions = all_gather_objects(make_model_rank(ranks, layers, indexed), ranks.host_group)
+            self.dispatcher = make_dispatcher(
+                hf_config, config, ranks, role, dict(zip(ranks.members, positions, strict=True))
             )
             self.oom_retry = OOMRetry(hf_config, config, ranks, role, self.chunks, self.dispatcher)
             if not trains:
@@ -290,6 +307,10 @@ class MegatronModel:
         """Load weights from an HF folder. A value head stays zero unless the folder has one. Raises ConfigError."""
         from megarl.models.hf_folder import open_hf
 
+        if device.is_rehearsal():  # there may be no weights
+            local = self._named_params()
+            self.load_shards(lambda param, parts, part: torch.empty_like(local[param.megatron]))
+            return
         weights = open_hf(folder)
         heads = (VALUE_HEAD, "lm_head.weight") if self.role != "actor" else ()
         weights.check(dict(self.hf_config), optional=heads, mtp=bool(self.mtp_layers))

@@ -132,7 +132,7 @@ def quantise(weight: torch.Tensor, scales: torch.Tensor, r0: int, c0: int) -> to
     factors = 1.0 / scales[_block_slices(weight, r0, c0, scales)]
     quantised = torch.empty(weight.shape, dtype=FP8, device=weight.device)
     step = max(1, _CHUNK_ELEMENTS // max(1, weight.shape[1]))
-    for start in range(0, len(weight), step):
+    for start in range(0, 0 if weight.is_meta else len(weight), step):
         chunk = weight[start : start + step]
         scaled = chunk * _expand_blocks(factors, chunk, r0 % BLOCK + start, c0 % BLOCK)
         quantised[start : start + step] = scaled.clamp_(-FP8_MAX, FP8_MAX)  # torch 2.11 casts larger numbers to NaN

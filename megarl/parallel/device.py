@@ -20,14 +20,28 @@ SHARING_NCCL = (2, 30)
 """The first version of NCCL that lets ranks share a GPU."""
 _ranks_per_gpu = 1
 """How many consecutive ranks of this machine share a GPU, as `set_device` was told."""
+_is_rehearsal = False
+
+
+def rehearse() -> None:
+    """Act for the rest of this process as on a machine with GPUs, with tensors on `meta`, which have no bytes."""
+    global _is_rehearsal
+    _is_rehearsal = True
+
+
+def is_rehearsal() -> bool:
+    return _is_rehearsal
 
 
 def has_cuda() -> bool:
-    return _HAS_CUDA
+    """Return whether models are built for GPUs: there is one, or `rehearse` was called."""
+    return _HAS_CUDA or _is_rehearsal
 
 
 def device() -> torch.device:
     """Return the device of this rank."""
+    if _is_rehearsal:
+        return torch.device("meta")
     if not _HAS_CUDA:
         return torch.device("cpu")
     return torch.device("cuda", gpu_number(int(os.environ.get("LOCAL_RANK", "0")), _ranks_per_gpu))
@@ -129,15 +143,22 @@ def allocate_shared(size: int, number: int | None = None) -> torch.Tensor:
 
     number: which of the machine's devices; this rank's by default.
     """
-    if _HAS_CUDA:
+    if has_cuda():
         where = device() if number is None else torch.device("cuda", number)
         return torch.empty(size, dtype=torch.uint8, device=where)
     return shared_memory.empty((size,), torch.uint8)
 
 
+def allocate_order(size: int, number: int | None = None) -> torch.Tensor:
+    """Allocate as `allocate_shared` does, for orders: in a rehearsal on the host, as they have bytes there, too."""
+    if _is_rehearsal:
+        return torch.zeros(size, dtype=torch.uint8)
+    return allocate_shared(size, number)
+
+
 def empty_cache() -> None:
     """Release cached device memory to other processes."""
-    if _HAS_CUDA:
+    if _HAS_CUDA and not _is_rehearsal:
         torch.cuda.empty_cache()
 
 

@@ -373,7 +373,7 @@ def role_parallel(config: Config, role: str) -> ParallelConfig:
     for name in ("world_size", "ranks_per_node"):
         if name in overrides:
             raise ConfigError(f"{key}{name}: placement.{role} sets the ranks of the {role}; remove it")
-    for name in ("auto", "gpu_gb"):
+    for name in ("auto", "gpu_gb", "host_gb"):
         if name in overrides:
             raise ConfigError(
                 f"{key}{name}: the program chooses `parallel`, which the {role} shares by default; remove {key}{name}, "

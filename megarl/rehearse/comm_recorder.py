@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FakeWork, Work
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -72,7 +73,8 @@ class EarlyBufferAccess(AssertionError):
 class CommRecorder:
     """The ordered record of one process: `{"do": "post", "op": n, ...}` and `{"do": "wait", "op": n}`."""
 
-    def __init__(self) -> None:
+    def __init__(self, guards_buffers: bool = True) -> None:
+        self.guards_buffers = guards_buffers
         self.events: list[dict[str, Any]] = []
         self.hosts: set[str] = set()
         """Names of groups that use gloo on a GPU too."""
@@ -101,7 +103,7 @@ class CommRecorder:
                 "peer": None if peer is None else members[peer],
                 "batch": self.batch,
                 "bytes": sum(item.nbytes for item in tensors),
-                "calls": _call_sites(),
+                "calls": call_sites(),
             }
             | fields
         )
@@ -112,7 +114,7 @@ class CommRecorder:
             self._record_wait(number)
             return
         self._works[id(work)] = work, number
-        if kind in ("send", "receive") and not host:
+        if self.guards_buffers and kind in ("send", "receive") and not host:
             self._buffer_guard.add(number, kind, tensors)
 
     def wait(self, work: Any) -> None:
@@ -128,13 +130,14 @@ class CommRecorder:
         path.write_text("".join(json.dumps(event) + "\n" for event in self.events))
 
 
-def _call_sites() -> str:
-    """Return the lines of code outside of torch that lead to the current operation, the innermost first."""
+def call_sites(*skipped_files: str) -> str:
+    """Return the lines of code outside of torch and these files that led to the current operation, the innermost
+    first."""
     calls: list[str] = []
     frame = sys._getframe(1)
     while frame is not None and len(calls) < NUM_CALLS:
         file = frame.f_code.co_filename
-        if file != __file__ and "/torch/" not in file and not file.startswith("<"):
+        if file != __file__ and file not in skipped_files and "/torch/" not in file and not file.startswith("<"):
             calls.append(f"{file.rpartition('site-packages/')[2].removeprefix(_ROOT)}:{frame.f_lineno}")
         frame = frame.f_back  # type: ignore[assignment]
     return " < ".join(calls)
@@ -202,10 +205,13 @@ def _used(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[torch.Tensor, boo
                 yield leaf, writes
 
 
-def install() -> CommRecorder:
-    """Start recording. Call once per process, before importing anything that communicates."""
-    recorder = CommRecorder()
-    group, work = dist.ProcessGroup, torch._C._distributed_c10d.Work
+def install(guards_buffers: bool = True) -> CommRecorder:
+    """Start recording. Call once per process, before importing anything that communicates.
+
+    guards_buffers: raise on early access to a buffer.
+    """
+    recorder = CommRecorder(guards_buffers)
+    group = dist.ProcessGroup
     for name, kind in COLLECTIVES.items():
         if hasattr(group, name):
             setattr(group, name, _collective(recorder, getattr(group, name), kind))
@@ -213,18 +219,21 @@ def install() -> CommRecorder:
         setattr(group, name, _refuse(name))
     for name, kind in {"send": "send", "recv": "receive"}.items():
         setattr(group, name, _exchange(recorder, getattr(group, name), kind))
-    wait = work.wait
-
-    @functools.wraps(wait)
-    def wait_and_record(self: Any, *args: Any) -> Any:
-        result = wait(self, *args)
-        recorder.wait(self)
-        return result
-
-    work.wait = wait_and_record  # type: ignore[method-assign, assignment]
+    for work_type in (Work, FakeWork):
+        work_type.wait = _wait(recorder, work_type.wait)  # type: ignore[method-assign]
     dist.batch_isend_irecv = dist.distributed_c10d.batch_isend_irecv = _batch(recorder, dist.batch_isend_irecv)
     dist.new_group = dist.distributed_c10d.new_group = _new_group(recorder, dist.new_group)
     return recorder
+
+
+def _wait(recorder: CommRecorder, call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def wrapped(self: Any, *args: Any) -> Any:
+        result = call(self, *args)
+        recorder.wait(self)
+        return result
+
+    return wrapped
 
 
 def _refuse(name: str) -> Callable[..., Any]:

@@ -65,5 +65,5 @@ def sync_metrics(updates: Sequence[UpdateMetrics]) -> list[dict[str, float]]:
         indices = [index for index, update in enumerate(updates) if update.source == source]
         received = ranks.broadcast_object([updates[index].local for index in indices], source)
         for index, metrics in zip(indices, received, strict=True):
-            synced[index] = dict(metrics)
+            synced[index] = dict(metrics or {})
     return synced

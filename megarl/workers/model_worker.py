@@ -84,7 +84,8 @@ class ModelWorker(Worker):
             self.context.models.add(self.model)
 
     def wait_ready(self) -> None:
-        dispatcher = self.model.dispatcher if self.model is not None else None
+        # Ranks without the model learn it from one that has it. In a rehearsal, which has no others, they know it.
+        dispatcher = vars(self).get("distribution") if self.model is None else self.model.dispatcher
         if self.is_disaggregated:
             dispatcher = ranks.broadcast_object(dispatcher, self.members[0])
         assert dispatcher is not None

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from measured_steps import read_steps
 from small_configs import QWEN2
 
 from megarl.config import Config, ConfigError, ParallelConfig, from_dict, load_config
@@ -239,32 +240,12 @@ def test_activation_elements_by_hand() -> None:
     assert unfused - saved == 100 * 2 * 2 * 96
 
 
-MEASURED = ROOT / "megarl/models/README.md"
-
-
 def test_activations_match_peaks_measured_on_a_gpu() -> None:
-    """Rows of the table in README.md: layers of a published model, bf16, one rank of an H200 with Transformer Engine,
-    with SwiGLU not fused."""
-    text = MEASURED.read_text().partition("| layers of | micro-batch |")[2]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()[2:] if line[:1] == "|"]
-    assert len(rows) >= 8
-    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    names = {"Qwen3-30B-A3B": "qwen3_30b_a3b", "Qwen2.5-7B": "qwen2.5_7b", "DeepSeek-V3, 16 experts": "deepseek_v3"}
-    for layers, batch, recompute, planned, measured, ratio in rows[:8]:
-        count, _, name = layers.partition(" of ")
-        hf = load_hf_config(MODELS / f"{names[name]}.json") | {"num_hidden_layers": int(count), "vocab_size": 32000}
-        if name.startswith("DeepSeek"):
-            hf |= {"n_routed_experts": 16, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
-            hf = {key: value for key, value in hf.items() if key != "quantization_config"}
-        sequences, length = map(int, batch.replace(",", "").split(" x "))
-        tokens = sequences * length
-        megatron = {"bias_activation_fusion": False} | (full if recompute == "full" else {})
-        train = {"max_tokens_per_gpu": tokens, "logits_chunk_size": 1024}
-        tree = {"model": {"dtype": "bfloat16", "megatron": megatron}, "train": train}
-        (stage,) = plan_stages(hf, from_dict(tree | {"algorithm": "grpo", "rollout": {"max_context": tokens}}))
+    for step in read_steps():
+        (stage,) = plan_stages(step.hf, step.config)
         result = sum(stage.training.values()) / 1e9
-        assert f"{result:.2f}" == planned and f"{result / float(measured):.2f}" == ratio, (layers, batch, result)
-        assert 0.95 < result / float(measured) < 1.1
+        assert f"{result:.2f}" == step.planned and f"{result / step.measured:.2f}" == step.planned_ratio, step
+        assert 0.95 < result / step.measured < 1.1
 
 
 def test_gemma2_post_norms_add_activations_and_weights() -> None:

@@ -2,38 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
+from rank_record import RankRecord
 
-from megarl.rehearse.nccl_order import Event, InvalidCommunication, check
+from megarl.rehearse.nccl_order import InvalidCommunication, check
 
 pytestmark = pytest.mark.alone
-
-
-class RankRecord:
-    """A hand-written record of one rank."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank, self.events, self.batches = rank, list[Event](), 0
-
-    def post(self, kind: str, members: list[int], wait: bool = True, **fields: Any) -> int:
-        number = len(self.events)
-        fixed = {"do": "post", "op": number, "kind": kind, "members": members, "group": f"{members}"}
-        self.events.append(fixed | {"host": False, "peer": None, "batch": None, "bytes": 8} | fields)
-        if wait:
-            self.wait(number)
-        return number
-
-    def wait(self, number: int) -> None:
-        self.events.append({"do": "wait", "op": number})
-
-    def batch(self, members: list[int], *parts: tuple[str, int], wait: bool = True) -> list[int]:
-        self.batches += 1
-        numbers = [self.post(kind, members, False, peer=peer, batch=self.batches) for kind, peer in parts]
-        for number in numbers if wait else ():
-            self.wait(number)
-        return numbers
 
 
 def make_records(count: int, first_use: bool = True) -> tuple[list[int], list[RankRecord]]:
@@ -77,8 +51,10 @@ def test_detects_groups_used_in_different_orders() -> None:
         for name in order:
             item.post("all_reduce", members, group=name)
     assert find_faults([a, b]) == (
-        "rank 0 would wait for ever for all_reduce (8 bytes, group of [0, 1])\n"
-        "rank 1 would wait for ever for all_reduce (8 bytes, group of [0, 1])"
+        "rank 0 would wait for ever for all_reduce (8 bytes, group of [0, 1]); "
+        "rank 1 waits for all_reduce (8 bytes, group of [0, 1])\n"
+        "rank 1 would wait for ever for all_reduce (8 bytes, group of [0, 1]); "
+        "rank 0 waits for all_reduce (8 bytes, group of [0, 1])"
     )
     members, (a, b) = make_records(2)
     for item, order in ((a, "xy"), (b, "yx")):
@@ -103,7 +79,9 @@ def test_detects_sends_that_block_each_other() -> None:
 def test_detects_mismatched_collectives() -> None:
     members, (a, b) = make_records(2)
     a.post("all_reduce", members)
-    assert find_faults([a, b]) == "rank 0 would wait for ever for all_reduce (8 bytes, group of [0, 1])"
+    assert find_faults([a, b]) == (
+        "rank 0 would wait for ever for all_reduce (8 bytes, group of [0, 1]); rank 1 has ended"
+    )
     b.post("all_gather", members)
     assert "do different things at the same time" in find_faults([a, b])
     members, records = make_records(3)
@@ -164,3 +142,32 @@ def test_detects_messages_that_nobody_receives() -> None:
         a.post("send", members, host=True, peer=1)
     b.post("receive", members, host=True, peer=0)
     assert "rank 1 never receives 1 of the messages that rank 0 sends it" in find_faults([a, b])
+
+
+def test_counts_each_message_of_a_host_batch() -> None:
+    members, (a, b) = make_records(2)
+    a.batch(members, ("send", 1), ("send", 1), host=True)
+    b.batch(members, ("receive", 0), ("receive", 0), host=True)
+    check([a.events, b.events])
+    b.batch(members, ("receive", 0), host=True)
+    assert "rank 1 would wait for ever for receive from rank 0" in find_faults([a, b])
+
+
+def test_names_what_blocks_an_operation() -> None:
+    members, (a, b, c) = make_records(3)
+    b.post("all_reduce", [1, 2])
+    c.post("all_reduce", [1, 2])
+    (send,) = a.batch(members, ("send", 1), wait=False)
+    a.post("barrier", members)
+    a.wait(send)
+    b.post("all_reduce", [1, 2], calls="late.py:3")
+    b.batch(members, ("receive", 0))
+    b.post("barrier", members)
+    c.post("barrier", members)
+    send_text, barrier = "send to rank 1 (8 bytes, group of [0, 1, 2])", "barrier (8 bytes, group of [0, 1, 2])"
+    reduce = "all_reduce (8 bytes, group of [1, 2], called by late.py:3)"
+    assert find_faults([a, b, c]).splitlines() == [
+        f"rank 0 would wait for ever for {barrier}, which comes after {send_text}; rank 1 waits for {reduce}",
+        f"rank 1 would wait for ever for {reduce}; rank 2 waits for {barrier}",
+        f"rank 2 would wait for ever for {barrier}; rank 0 waits for {send_text}",
+    ]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from megarl.rehearse.peak_memory import PeakMemory
+from megarl.rehearse.peak_memory import PeakMemory, fuse
 
 pytestmark = pytest.mark.alone
 
@@ -97,3 +98,48 @@ def test_peak_of_each_phase() -> None:
         with memory.phase() as second:
             kept + 1
     assert (first, second, memory.peak) == ([4000], [80], 4000)
+
+
+def test_leaves_out_intermediate_results_of_fused_functions() -> None:
+    def square_twice(x: torch.Tensor) -> torch.Tensor:
+        return x.square().square()
+
+    x = torch.empty(1000, device="meta")
+    with PeakMemory("meta", block=1) as memory:
+        memory.track([x])
+        with memory.phase() as fused:
+            fuse(square_twice)(x)
+        with memory.phase() as eager:
+            square_twice(x)
+    assert (fused, eager) == ([8000], [12000])
+
+
+def test_names_what_exists_at_the_peak() -> None:
+    with PeakMemory("meta", block=1, records=True) as memory:
+        small = [torch.empty(10, device="meta") for _ in range(3)]
+        del small[0]
+        large = torch.empty(20, 5, dtype=torch.bfloat16, device="meta")
+        product = large + 1
+        del large, product
+        torch.empty(30, device="meta")  # below the peak
+    largest = memory.largest(3)
+    assert [(item.nbytes, item.count, item.tensor) for item in largest] == [
+        (200, 1, "bfloat16 [20, 5]"),
+        (200, 1, "bfloat16 [20, 5]"),
+        (80, 2, "float32 [10]"),
+    ]
+    assert sum(item.nbytes for item in largest) == memory.peak == 480
+    line = int(largest[1].calls.partition(" < ")[0].removeprefix("tests/rehearse/test_peak_memory.py:"))
+    assert "product = large + 1" in Path(__file__).read_text().splitlines()[line - 1]
+    assert len(memory.largest(1)) == 1
+
+
+def test_names_what_has_grown() -> None:
+    with PeakMemory("meta", block=1, records=True) as memory:
+        kept = []
+        for _ in range(2):
+            position = memory.position
+            buffer = torch.empty(7, device="meta")  # replaced in each round
+            kept.append(torch.empty(5, device="meta"))
+    (item,) = memory.growth(position, 3)
+    assert (item.nbytes, item.count, item.tensor) == (20, 1, "float32 [5]") and len(buffer) == 7

@@ -415,19 +415,26 @@ def find_nonfinite(local: Mapping[str, torch.Tensor], rank: int) -> list[str]:
     return [f"{name} on rank {rank} is not finite" for name in suspects if not torch.isfinite(local[name]).all()]
 
 
-def find_engine_problems(
-    tensors: EngineTensors, params: Sequence[Param], engine: EngineLayout, position: int, num_experts: int, wire: Wire
-) -> list[str]:
-    """List how the tensors of an engine rank differ from the layout table; one line each."""
-    expected: dict[str, tuple[tuple[int, ...], str]] = {}
+def engine_tensors(
+    params: Sequence[Param], engine: EngineLayout, position: int, num_experts: int, wire: Wire
+) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return dtype and shape of the tensors that an engine rank has for these parameters, by name."""
+    expected: dict[str, tuple[str, tuple[int, ...]]] = {}
     slots = [(param, engine.slot_of(param)) for param in params]
     sent = {slot.name: planes(param, wire) for param, slot in slots if slot}
     for name, shape in engine_shapes(params, engine, position, num_experts).items():
         for plane in sent[name]:
             plane_shape = (*shape[:-2], *plane.shape(*shape[-2:])) if len(sent[name]) > 1 else shape
-            expected[name + plane.suffix] = plane_shape, str(plane.dtype).removeprefix("torch.")
+            expected[name + plane.suffix] = str(plane.dtype).removeprefix("torch."), plane_shape
+    return expected
+
+
+def find_engine_problems(
+    tensors: EngineTensors, params: Sequence[Param], engine: EngineLayout, position: int, num_experts: int, wire: Wire
+) -> list[str]:
+    """List how the tensors of an engine rank differ from the layout table; one line each."""
     problems = []
-    for name, (shape, dtype) in expected.items():
+    for name, (dtype, shape) in engine_tensors(params, engine, position, num_experts, wire).items():
         if name not in tensors:
             problems.append(f"the engine has no tensor {name}")
         elif tuple(tensors[name][1]) != shape:

@@ -1,5 +1,6 @@
 """Copy many boxes of tensors into one buffer of bytes, and out of it, by loops that define the result on a CPU and by a
-single kernel launch on CUDA (`triton_kernels.py`)."""
+single kernel launch on CUDA (`triton_kernels.py`). Tensors on `meta`, which have no bytes, are checked alone: like the
+kernels, that allocates nothing."""
 
 from __future__ import annotations
 
@@ -22,6 +23,8 @@ def pack(boxes: Sequence[Box], buffer: torch.Tensor) -> None:
     """Copy boxes into a buffer, uint8 [n]. Raises ValueError, before writing anything, if a box does not fit."""
     for view, offset in boxes:
         _check_box(view, offset, buffer, view.dtype)
+    if buffer.is_meta:
+        return
     if buffer.is_cuda:
         _kernels().pack(boxes, buffer)
         return
@@ -52,6 +55,8 @@ def pack_fp8(boxes: Sequence[Box], scaled: Sequence[BlockScales], buffer: torch.
         rows, columns = grid_shape((r0 + view.shape[0], c0 + view.shape[1]))
         if r0 < 0 or c0 < 0 or rows > grid.shape[0] or columns > grid.shape[1]:
             raise ValueError(f"a box of shape {list(view.shape)} at {r0}, {c0} is outside of the grid of scales")
+    if buffer.is_meta:
+        return
     if buffer.is_cuda:
         _kernels().pack_fp8(boxes, scaled, buffer)
         return
@@ -74,6 +79,8 @@ def device_hashes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     On CUDA one kernel launch (`megarl.reshard.run.triton_kernels`) hashes all tensors that consist of rows of adjacent
     elements, where `device_hash` takes some 30 launches per tensor. `device_hash` is the definition.
     """
+    if tensors[0].is_meta:
+        return tensors[0].new_empty(len(tensors), dtype=torch.int64)
     if not tensors[0].is_cuda:
         return torch.stack([device_hash(tensor) for tensor in tensors])
     hashes, remaining = _kernels().hashes(tensors)

@@ -111,6 +111,27 @@ def is_fully_verified(sync_number: int, period: int) -> bool:
     return sync_number % period == 1 % period
 
 
+def find_quantised_params(plan: ReshardPlan, rank: int) -> list[Param]:
+    """Return the parameters that a rank of the job holds parts of and sends to the engines in FP8 or INT4."""
+    hf, train, family = plan.hf, plan.train, plan.table
+    trainer_rank, num_experts = train.trainer_rank(rank), family.num_experts(hf)
+    if plan.assignment.wire not in ("fp8", "int4") or trainer_rank is None:
+        return []
+    count = num_experts // train.ep
+    experts = range(train.ep_rank(trainer_rank) * count, (train.ep_rank(trainer_rank) + 1) * count)
+    stage, num_layers = trainer_rank // train.stage_ranks, int(hf["num_hidden_layers"])
+    has_draft = plan.engine.draft and stage == train.pp - 1
+    draft_layers = range(num_layers, num_layers + family.num_mtp_layers(hf)) if has_draft else ()
+    return [
+        param
+        for layer in (*sorted(train.stages[stage]), *draft_layers)
+        for param in family.engine_layer(hf, layer, experts)
+        if len(planes(param, plan.assignment.wire)) > 1
+        and plan.engine.slot_of(param) is not None
+        and train.has_param(trainer_rank, param, num_experts)
+    ]
+
+
 class Executor:
     """One rank's side of every weight sync, for a rank that trains, serves an engine, or both. Buffers are allocated
     for one weight sync and freed after it.
@@ -145,7 +166,7 @@ class Executor:
         """Bytes that this rank sent between nodes in the last weight sync, and would have sent without deltas."""
         self._base: dict[str, torch.Tensor] = {}
         self._base_grids: Grids = {}
-        self.quantised_params = self._find_quantised_params()
+        self.quantised_params = find_quantised_params(plan, rank)
         rank_plan = RankPlan(plan, rank)
         self.prepared_rounds: list[_PreparedRound] = []
         received: dict[Any, _Placed] = {}
@@ -440,24 +461,6 @@ class Executor:
             hashes = [copies.device_hashes([box for _, box in to_hash])] if to_hash else []
             indices = torch.tensor([index for index, _ in to_hash + quantised_hashes], device=buffer.device)
             words[indices] = torch.cat([*hashes, *(value for _, value in quantised_hashes)])
-
-    def _find_quantised_params(self) -> list[Param]:
-        """Return the parameters that this rank holds parts of and sends to the engines in FP8 or INT4."""
-        plan = self.plan
-        hf, train, family = plan.hf, plan.train, plan.table
-        if plan.assignment.wire not in ("fp8", "int4") or self.trainer_rank is None:
-            return []
-        count = self.num_experts // train.ep
-        experts = range(train.ep_rank(self.trainer_rank) * count, (train.ep_rank(self.trainer_rank) + 1) * count)
-        layers = int(hf["num_hidden_layers"]) + (family.num_mtp_layers(hf) if plan.engine.draft else 0)
-        return [
-            param
-            for layer in range(layers)
-            for param in family.engine_layer(hf, layer, experts)
-            if len(planes(param, plan.assignment.wire)) > 1
-            and plan.engine.slot_of(param) is not None
-            and train.has_param(self.trainer_rank, param, self.num_experts)
-        ]
 
     def _reduce_max(self, tensors: list[torch.Tensor], ranks: Sequence[int]) -> list[torch.Tensor]:
         """Elementwise maximum, see `scale_grids.MaxReduce`. NCCL's all-reduce may lose a NaN."""

@@ -48,6 +48,29 @@ def has_split_blocks(param: Param, train: TrainLayout) -> bool:
     return False
 
 
+def shared_grids(params: Iterable[Param], train: TrainLayout) -> dict[bool, dict[tuple[str, int], tuple[int, int]]]:
+    """Return the shapes of the grids that ranks compute together: of dense parameters (False) and of experts (True), in
+    the order of the table."""
+    shared: dict[bool, dict[tuple[str, int], tuple[int, int]]] = {False: {}, True: {}}
+    is_split: dict[object, bool] = {}  # cached by kind: experts are many and alike
+    for param in params:
+        expert = param.expert is not None
+        kind = param.sharding, expert, tuple(tensor.shape for tensor in param.hf)
+        if kind not in is_split:
+            is_split[kind] = has_split_blocks(param, train)
+        if is_split[kind]:
+            shared[expert] |= {
+                (param.megatron, source): grid_shape(tensor.shape) for source, tensor in enumerate(param.hf)
+            }
+    return shared
+
+
+def shard_ranks(train: TrainLayout, rank: int, expert: bool) -> range:
+    """Return the trainer ranks that have the other shards of the same parameters as a trainer rank, and itself."""
+    first_rank = rank - train.shard_index(rank, expert)
+    return range(first_rank, first_rank + train.num_shards(expert))
+
+
 def compute_scale_grids(
     local: Mapping[str, torch.Tensor], params: Iterable[Param], train: TrainLayout, rank: int, reduce_max: MaxReduce
 ) -> Grids:
@@ -57,28 +80,19 @@ def compute_scale_grids(
     dense parameters and once for experts, with those that `has_split_blocks` selects.
     """
     amax: Grids = {}
-    shared: dict[bool, list[tuple[str, int]]] = {False: [], True: []}
-    is_split: dict[object, bool] = {}  # cached by kind: experts are many and alike
+    params = list(params)
     for param in params:
-        expert = param.expert is not None
-        kind = param.sharding, expert, tuple(tensor.shape for tensor in param.hf)
-        if kind not in is_split:
-            is_split[kind] = has_split_blocks(param, train)
         for source, tensor in enumerate(param.hf):
             key = param.megatron, source
             amax[key] = torch.zeros(grid_shape(tensor.shape), dtype=torch.float32, device=local[param.megatron].device)
-            if is_split[kind]:
-                shared[expert].append(key)
         for interval in train.slices_of_rank(rank, param):
             shard = local[param.megatron].narrow(interval.dim, interval.offset, interval.stop - interval.start)
             r0, c0 = (interval.start, 0) if interval.dim == 0 else (0, interval.start)
             update_amax(amax[param.megatron, interval.source], shard, r0, c0)
-    for expert, keys in shared.items():
-        if keys:
-            num_shards = train.num_shards(expert)
-            first_rank = rank - train.shard_index(rank, expert)
-            combined = reduce_max([amax[key] for key in keys], range(first_rank, first_rank + num_shards))
-            amax.update(zip(keys, combined, strict=True))
+    for expert, shapes in shared_grids(params, train).items():
+        if shapes:
+            combined = reduce_max([amax[key] for key in shapes], shard_ranks(train, rank, expert))
+            amax.update(zip(shapes, combined, strict=True))
     return {key: compute_scales(value) for key, value in amax.items()}
 
 

@@ -1,0 +1,180 @@
+"""Plays of tiny models do what follows from their sizes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rank_jobs import ROOT
+
+from megarl.models.activation_memory import RECOMPUTED_TENSORS
+
+HIDDEN, HEADS, GROUPS, HEAD, FFN, WIDTH, VOCAB, LAYERS = 256, 4, 2, 64, 384, 128, 512, 4
+EXPERTS, TOPK, LENGTH, SEQUENCES = 4, 2, 128, 8
+COMMON = dict(
+    hidden_size=HIDDEN,
+    num_attention_heads=HEADS,
+    num_key_value_heads=GROUPS,
+    head_dim=HEAD,
+    intermediate_size=FFN,
+    vocab_size=VOCAB,
+    num_hidden_layers=LAYERS,
+    max_position_embeddings=256,
+    rms_norm_eps=1e-6,
+    rope_theta=10000.0,
+    tie_word_embeddings=False,
+)
+MOE = dict(num_experts=EXPERTS, num_experts_per_tok=TOPK, moe_intermediate_size=WIDTH, norm_topk_prob=True)
+HF: dict[str, dict[str, Any]] = {
+    "dense": COMMON | dict(architectures=["LlamaForCausalLM"]),
+    "deep": COMMON | dict(architectures=["LlamaForCausalLM"], num_hidden_layers=2 * LAYERS),
+    "moe": COMMON | MOE | dict(architectures=["Qwen3MoeForCausalLM"], decoder_sparse_step=1, mlp_only_layers=[]),
+    "mtp": COMMON
+    | dict(architectures=["Glm4MoeForCausalLM"], n_routed_experts=EXPERTS, num_experts_per_tok=TOPK)
+    | dict(moe_intermediate_size=WIDTH, first_k_dense_replace=1, n_shared_experts=1, routed_scaling_factor=1.5)
+    | dict(attention_bias=True, use_qk_norm=True, partial_rotary_factor=0.5, norm_topk_prob=True)
+    | dict(num_nextn_predict_layers=1, n_group=1, topk_group=1),
+}
+SELECTIVE = ["model.megatron.recompute_granularity=selective", "model.megatron.recompute_modules=[moe_act]"]
+LORA = ["lora.target_modules=[linear_fc2]"]
+CASES: dict[str, tuple[str, int, list[str]]] = {
+    "dense": ("dense", 1, []),
+    "FP8": ("dense", 1, ["model.megatron.fp8=hybrid"]),
+    "LoRA": ("dense", 1, [*LORA, "lora.rank=8"]),
+    "LoRA, rank 24": ("dense", 1, [*LORA, "lora.rank=24"]),
+    "CP2": ("dense", 2, ["parallel.cp=2"]),
+    "PP4 VPP2": ("deep", 4, ["parallel.pp=4", "parallel.vpp=2"]),
+    "MoE": ("moe", 1, []),
+    "MoE, activations recomputed": ("moe", 1, SELECTIVE),
+    "MoE TP2 EP2": ("moe", 2, ["parallel.tp=2", "parallel.ep=2"]),
+    "MoE EP2 with MTP": ("mtp", 2, ["parallel.ep=2", "train.mtp_loss_coef=0.1"]),
+    "MoE EP2 without MTP": ("mtp", 2, ["parallel.ep=2"]),
+}
+"""Model, number of ranks, and keys. The first rank is played."""
+LINEAR = LAYERS * (HIDDEN * (2 * HEADS + 2 * GROUPS) * HEAD + 3 * HIDDEN * FFN)
+"""Elements of the dense model's linear layers."""
+
+
+def play(cases: dict[str, dict[str, Any]], folder: Path, timeout: float) -> dict[str, Any]:
+    file = folder / "cases.json"
+    file.write_text(json.dumps(cases))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(ROOT / "tests/rehearse/plays.py"), str(file)],
+        env=dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1"),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=timeout,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    results: dict[str, Any] = json.loads(done.stdout.rpartition("RESULT ")[2])
+    return results
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("plays")
+    cases = {}
+    for name, hf in HF.items():
+        Path(folder, f"{name}.json").write_text(json.dumps(hf))
+    for number, (name, (family, world, overrides)) in enumerate(CASES.items()):
+        file = folder / f"{number}.yaml"
+        file.write_text(
+            yaml.safe_dump(
+                {
+                    "algorithm": "sft",
+                    "run": {"dir": str(folder / "run"), "num_rollout": 1},
+                    "model": {"path": str(folder / f"{family}.json"), "dtype": "bfloat16"},
+                    "parallel": {"world_size": world, "ranks_per_node": 8},
+                    "data": {"train": "none.jsonl", "prompts_per_step": SEQUENCES},
+                    "train": {"max_tokens_per_gpu": LENGTH, "logits_chunk_size": 16},
+                }
+            )
+        )
+        cases[name] = {"config": str(file), "overrides": overrides, "rank": "first"}
+    results = play(cases, folder, timeout=300)
+    for name, result in results.items():
+        assert "error" not in result, f"{name}: {result['error']}"
+    return results
+
+
+def count(result: dict[str, Any], kind: str) -> Counter[tuple[str, int]]:
+    """Return how often operations of a kind were posted, by group and bytes."""
+    return Counter((post["group"], post["bytes"]) for post in result["posts"] if post["kind"] == kind)
+
+
+def test_states_of_a_dense_model(played: dict[str, Any]) -> None:
+    """Weights 2 bytes, gradients 4, masters 4, moments 8; every tensor is rounded up to 512 bytes."""
+    params = LINEAR + 2 * VOCAB * HIDDEN + (2 * LAYERS + 1) * HIDDEN
+    excess = played["dense"]["built"] - 18 * params
+    assert 0 <= excess < 0.01 * 18 * params
+
+
+def test_fp8_copies_of_weights(played: dict[str, Any]) -> None:
+    """Each linear layer has two copies of 1 byte, and their scales."""
+    excess = [played[name]["end"] - played[name]["built"] for name in ("FP8", "dense")]
+    scales = 2 * 512 * 4 * LAYERS
+    assert excess[0] - excess[1] == 2 * LINEAR + scales
+
+
+def test_adapters(played: dict[str, Any]) -> None:
+    difference = played["LoRA, rank 24"]["built"] - played["LoRA"]["built"]
+    assert difference == 18 * 16 * LAYERS * (FFN + HIDDEN)
+
+
+def test_ring_of_context_parallel_ranks(played: dict[str, Any]) -> None:
+    """Forward keys and values once, backward once and then with their gradients."""
+    result = played["CP2"]
+    tokens, layers = result["local_rows"], LAYERS * result["micro_batches"]
+    size = 2 * tokens * 2 * GROUPS * HEAD
+    sends = {bytes_: number for (_, bytes_), number in count(result, "send").items()}
+    assert sends == {size: 2 * layers, 2 * size: layers}
+
+
+def test_sends_of_the_first_stage(played: dict[str, Any]) -> None:
+    """Two chunks send activations, and the second one gradients to the last stage."""
+    result = played["PP4 VPP2"]
+    sends = {bytes_: number for (_, bytes_), number in count(result, "send").items()}
+    assert sends[2 * result["local_rows"] * HIDDEN] == 3 * result["micro_batches"]
+
+
+def test_all_to_alls(played: dict[str, Any]) -> None:
+    """In each MoE layer tokens and their probabilities go out and tokens return, forward and backward."""
+    layers = {"MoE TP2 EP2": LAYERS, "MoE EP2 without MTP": LAYERS - 1, "MoE EP2 with MTP": LAYERS, "MoE": 0}
+    for name, number in layers.items():
+        result = played[name]
+        exchanges = sum(count(result, "all_to_all_single").values())
+        assert exchanges == 2 * 3 * number * result["micro_batches"], name
+
+
+def test_recomputation_lowers_the_peak(played: dict[str, Any]) -> None:
+    """Weighted products of all layers but the one whose backward pass runs are not saved."""
+    assert RECOMPUTED_TENSORS["moe_act"] == ("products",)
+    products = 2 * LENGTH * TOPK * WIDTH
+    peaks = [played[name]["peaks"]["actor_update"] for name in ("MoE", "MoE, activations recomputed")]
+    assert (LAYERS - 1) * products <= peaks[0] - peaks[1] <= LAYERS * products
+
+
+RECIPES = (
+    *("dpo", "ling_flash_2.0", "llama3_70b", "mixtral_8x7b", "ppo_gsm8k", "qwen2.5_7b", "qwen2.5_vl_7b"),
+    *("qwen3_235b", "reward_model", "sft"),
+)
+"""Recipes that take seconds. One of the others takes up to two minutes a stage."""
+
+
+@pytest.mark.nightly
+def test_recipes(tmp_path: Path) -> None:
+    """The first pipeline stage of recipes, and the last one of a large one."""
+    cases = {name: {"config": str(ROOT / f"configs/{name}.yaml"), "overrides": [], "rank": "first"} for name in RECIPES}
+    cases["the last stage"] = cases["qwen3_235b"] | {"rank": "last"}
+    results = play(cases, tmp_path, timeout=900)
+    assert {name: result["error"] for name, result in results.items() if "error" in result} == {}
+    for name, result in results.items():
+        assert any(phase.endswith("_update") for phase in result["peaks"]), name
