@@ -444,13 +444,7 @@ class HybridFlow:
             alarm=self.log.alarm,
         )
         for role, factory in self.worker_factories.items():
-            base, policy = split_role(role)
-            shares_model = base == "reference" and (bool(policy) or not has_separate_reference(config))
-            arguments = {"actor": getattr(self, f"actor_{policy}" if policy else "actor")} if shares_model else {}
-            worker = factory(self._role_context(context, role), **arguments)
-            setattr(self, role, worker)
-            self.workers[role] = worker
-            ranks.run_on_all(worker.start)
+            ranks.run_on_all(self._make_worker(role, factory, context).start)
         for worker in self.workers.values():
             worker.wait_ready()
         workers = [RoleComponent(role, worker) for role, worker in self.workers.items()]
@@ -468,6 +462,16 @@ class HybridFlow:
             changes = self.checkpointer.store.describe_changes(checkpoint) if self.log.is_writer else ""
             self.log.log(f"resumed from {checkpoint} after step {self.step}{changes}")
         self.clock.lap()
+
+    def _make_worker(self, role: str, factory: Callable[..., Worker], context: Context) -> Worker:
+        """Make a role's worker, which is then `flow.<role>`. A reference without a model of its own gets the actor."""
+        base, policy = split_role(role)
+        shares_model = base == "reference" and (bool(policy) or not has_separate_reference(self.config))
+        arguments = {"actor": getattr(self, f"actor_{policy}" if policy else "actor")} if shares_model else {}
+        worker = factory(self._role_context(context, role), **arguments)
+        setattr(self, role, worker)
+        self.workers[role] = worker
+        return worker
 
     def _role_context(self, context: Context, role: str) -> Context:
         """Return the context of a role's worker."""

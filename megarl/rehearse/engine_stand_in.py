@@ -198,7 +198,7 @@ _KIND = f"{__name__}:{BackendStandIn.__name__}"
 
 @dataclasses.dataclass
 class _Local:
-    """What the stand-in must know, for a kind of engine has no arguments.
+    """Settings of the stand-in; a kind of engine takes no arguments.
 
     kind: the real `rollout.engine`. rank: the engine rank of the current weight sync.
     """

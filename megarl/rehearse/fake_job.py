@@ -54,7 +54,7 @@ class FakeJob:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """What `CommRecorder` has recorded, with the names of families as groups."""
+        """The events of `CommRecorder`, with the names of families as groups."""
         return [
             event | {"group": self._names[event["group"]]} if event["do"] == "post" else event
             for event in self.recorder.events

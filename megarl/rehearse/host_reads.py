@@ -179,7 +179,6 @@ _ANSWERS: dict[Any, Callable[[HostReads, Any, Any, Any], Any]] = {
     _ATEN._local_scalar_dense.default: _read_scalar,
     _ATEN._to_copy.default: _to_host,
     _ATEN.any.default: _any,
-    _ATEN.any.default: _any,
     _ATEN.copy_.default: _copy,
     _ATEN.zeros.default: _zeros,
     _ATEN.equal.default: _equal,

@@ -27,7 +27,7 @@ class LiveTensors:
     """Storages of one kind that existed at a peak."""
 
     nbytes: int
-    """Of all of them."""
+    """Bytes of all of them together."""
     count: int
     tensor: str
     """Data type and shape of the tensor that an operation returned with each storage; empty for none."""

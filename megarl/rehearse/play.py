@@ -31,11 +31,11 @@ NUM_LARGEST = 3
 
 @dataclass(frozen=True)
 class PlayedRank:
-    """What a rank has done in a step."""
+    """The record of a rank's step."""
 
     rank: int
-    stage: int
-    """Pipeline stage of the first trained model, 0 without one."""
+    stage: int | None
+    """Pipeline stage of the first trained model; None on a rank without one."""
     events: list[dict[str, Any]]
     """Its communication, see `comm_recorder.CommRecorder`; groups have the names of their families. Without the
     transfers of weight syncs, which ranks of a kind do not share."""
@@ -46,14 +46,14 @@ class PlayedRank:
     size: Any
     """The rehearsed `StepSize`."""
     faults: list[str]
-    """How the weight sync differed from its plan."""
+    """Differences between the weight sync and its plan, a line each."""
     nbytes: dict[str, int]
     """Bytes of this rank: of its engine and the weight sync's buffers (`RehearsedEngines.sizes`), `sync_sent` and
     `sync_received`, and of a checkpoint (`checkpoint_play`)."""
     largest: list[LiveTensors]
-    """What takes the most bytes of the largest of `peaks`."""
+    """The tensors that take the most bytes at the largest of `peaks`."""
     leaks: list[LiveTensors]
-    """What takes more bytes after a second step than after the first; none if that is less than `MIN_LEAK` in all."""
+    """The tensors that take more bytes after a second step than after the first; none below `MIN_LEAK` in all."""
     host: int
     """The most bytes of tensors in host memory."""
     flops: int
@@ -147,7 +147,7 @@ def _describe(job: FakeJob, flow: RehearsedFlow, clock: PhaseClock, memory: Step
 
     rank = flow.job.rank
     layouts = [flow.layouts[role] for role in flow.requirements.trained_roles if flow.layouts.get(role) is not None]
-    stage = layouts[0].pp_rank if layouts and layouts[0] else 0
+    stage = layouts[0].pp_rank if layouts and layouts[0] else None
     faults = sync_order.check_record(job.events, rehearsed_engines.sync_runs(), rank)
     transfers = [transfer for batch in sync_order.recorded_batches(job.events) for transfer in batch]
     for is_send, name in ((True, "sync_sent"), (False, "sync_received")):

@@ -40,7 +40,7 @@ USABLE_SHARE = 0.93
 PLAYED_PARTS = ("reshard staging", "gathered weights")
 """Parts of the plan of memory that a play counts by itself."""
 _PIPELINES = "PIPELINE_MODEL_PARALLEL_GROUP"
-"""How the names of the families of pipelines begin."""
+"""Prefix of the names of the families of pipeline groups."""
 MAX_STAGE_WORK = 1.5
 """Work of a pipeline stage, relative to the mean of its pipeline's stages, above which the stages are a fault."""
 MAX_FAULTS = 12
@@ -49,7 +49,7 @@ MAX_FAULTS = 12
 
 @dataclass(frozen=True)
 class KindReport:
-    """What the ranks of a kind do and need."""
+    """The ranks of a kind: their records and their memory."""
 
     ranks: tuple[int, ...]
     played: tuple[PlayedRank, ...]
@@ -84,7 +84,7 @@ class Rehearsal:
     world: int
     kinds: list[KindReport]
     faults: list[str]
-    """What would hang, differ between ranks, grow from step to step or keep ranks waiting, a line each."""
+    """Hangs, differences between ranks, leaks and uneven stages, a line each."""
     stage_work: StageWork | None
     """None without a pipeline."""
     node: range
@@ -130,7 +130,7 @@ def rehearse(config: Config, report: Report, num_processes: int | None = None) -
     if not faults:
         faults = kind_order.check([played[pair[0]].events for pair in chosen], kinds, first.families)
     reports = [
-        KindReport(ranks, tuple(played[rank] for rank in sorted(set(pair))), _peaks(played[pair[0]], pair[0], report))
+        KindReport(ranks, tuple(played[rank] for rank in sorted(set(pair))), _peaks(played[pair[0]], report))
         for ranks, pair in zip(kinds, chosen, strict=True)
     ]
     work = _stage_work(reports, first.families)
@@ -190,7 +190,7 @@ def _stages(families: Mapping[str, Family], world: int) -> list[tuple[int, ...]]
     return [tuple(numbers) for numbers in stages]
 
 
-def _peaks(played: PlayedRank, rank: int, report: Report) -> dict[str, int]:
+def _peaks(played: PlayedRank, report: Report) -> dict[str, int]:
     """Return a rank's peaks with what the plan says that its engine needs."""
     stage = _planned_stage(report, played)
     peaks = dict(played.peaks)
@@ -201,8 +201,11 @@ def _peaks(played: PlayedRank, rank: int, report: Report) -> dict[str, int]:
 
 
 def _planned_stage(report: Report, played: PlayedRank) -> StageMemory | None:
+    """Return the plan of memory of a rank; None if there is none, as for one with neither a model nor an engine."""
     plans = [stage for plan in (report.memory, *report.other_memory.values()) for stage in plan]
-    return next((stage for stage in plans if stage.stage == played.stage), None) if plans else None
+    if played.stage is None:  # engines only, which have no layers
+        return max((plan for plan in plans if not plan.layers), key=lambda plan: plan.peak, default=None)
+    return next((plan for plan in plans if plan.layers and plan.stage == played.stage), None)
 
 
 # --- processes
@@ -246,8 +249,13 @@ def _play_rank(config: Config, rank: int, file: Path) -> None:
 
 
 def _read_result(rank: int, exit_code: int | None, file: Path) -> PlayedRank:
+    if exit_code and exit_code < 0:
+        raise ConfigError(
+            f"--rehearse: the process of rank {rank} was killed by {signal.Signals(-exit_code).name}; if this machine "
+            "has run out of memory, leave it fewer processors (taskset -c 0), so that fewer ranks are played at a time"
+        )
     if exit_code or not file.exists():
-        raise ConfigError(f"--rehearse: rank {rank} ended with status {exit_code}; its error is above")
+        raise ConfigError(f"--rehearse: the process of rank {rank} ended with status {exit_code}; its error is above")
     result = pickle.loads(file.read_bytes())  # written by our own child
     file.unlink()
     if isinstance(result, str):
@@ -348,7 +356,9 @@ def _memory_table(kinds: Sequence[KindReport]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title="device memory at most, by phase", title_justify="left")
     table.add_column("")
     for kind in shown:
-        table.add_column(f"ranks {format_ranks(kind.ranks)}\nstage {kind.played[0].stage}", justify="right")
+        stage = kind.played[0].stage
+        what = "not trained" if stage is None else f"stage {stage}"
+        table.add_column(f"ranks {format_ranks(kind.ranks)}\n{what}", justify="right")
     for phase in dict.fromkeys(phase for kind in shown for phase in kind.peaks):
         cells = [format_bytes(kind.peaks[phase]) if phase in kind.peaks else "-" for kind in shown]
         table.add_row(phase.replace("_", " "), *cells)

@@ -23,7 +23,7 @@ from megarl.megatron.trainer_model import FP8_ROWS, make_dispatcher
 from megarl.models.registry import load_hf_config
 from megarl.observe.clock import Clock
 from megarl.parallel import ranks, row_exchange
-from megarl.parallel.placement import has_separate_reference, placement_of, role_parallel, split_role
+from megarl.parallel.placement import placement_of, role_parallel, split_role
 from megarl.parallel.ranks import Job, Ranks
 from megarl.rehearse import checkpoint_play
 from megarl.rehearse.peak_memory import PeakMemory
@@ -46,7 +46,7 @@ MAX_UPDATES = 1
 
 @dataclasses.dataclass(frozen=True)
 class StepSize:
-    """What a rehearsed step has instead of data."""
+    """The size of a rehearsed step, which has no data."""
 
     length: int  # tokens of each conversation
     local_rows: int  # tokens of a micro-batch on a rank, after context and sequence parallelism
@@ -197,12 +197,7 @@ class RehearsedFlow(HybridFlow):
             num_updates={role: self.controller.num_updates(role) for role in self.requirements.roles},
         )
         for role, factory in self.worker_factories.items():
-            base, policy = split_role(role)
-            shares_model = base == "reference" and (bool(policy) or not has_separate_reference(config))
-            arguments = {"actor": getattr(self, f"actor_{policy}" if policy else "actor")} if shares_model else {}
-            worker = factory(self._role_context(context, role), **arguments)
-            setattr(self, role, worker)
-            self.workers[role] = worker
+            worker = self._make_worker(role, factory, context)
             worker.start()
             if isinstance(worker, ModelWorker) and worker.model is not None:
                 worker.model.set_dispatcher(with_all_ranks(worker.model.dispatcher, worker.model.ranks))

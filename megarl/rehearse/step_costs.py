@@ -1,4 +1,4 @@
-"""What a rehearsed step costs a rank beside device memory: matrix products, and memory of the host."""
+"""Costs of a rehearsed step besides device memory: matrix products and host memory."""
 
 from __future__ import annotations
 
