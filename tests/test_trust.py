@@ -36,6 +36,7 @@ ALLOWED = {
     ),
     ("megarl/environments/environment_process.py", "pickle.loads"): (2, "what a rank hands to its own child, likewise"),
     ("megarl/checkpoint/dist_checkpoint_reader.py", "pickle.Unpickler"): (1, "finds no class but those that it lists"),
+    ("megarl/rehearse/rehearsal.py", "pickle.loads"): (1, "what its own child has written to a folder of this user"),
     ("megarl/rewards/code/answering.py", "exec"): (4, "a policy's program, in the sandbox"),
     ("megarl/rewards/code/answering.py", "eval"): (1, "a test of a data set, in the sandbox"),
     ("megarl/rewards/code/judging.py", "exec"): (2, "tests of a data set, in a sandbox of their own"),

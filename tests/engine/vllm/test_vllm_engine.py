@@ -26,20 +26,22 @@ from megarl.reshard.plan.layout import EngineLayout
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 16, "ignore_eos": True}
 LONG: dict[str, Any] = {"temperature": 1.0, "max_new_tokens": 480, "ignore_eos": True}
-ENDLESS: dict[str, Any] = LONG | {"max_new_tokens": 8000}  # longer than a busy machine takes to stop it
+ENDLESS: dict[str, Any] = LONG | {"max_new_tokens": 65000}  # a busy machine pauses it before its end
 
 
 def qwen3_moe(seed: int = 0) -> PreTrainedModel:
     """With heads of 32, the smallest of vLLM's attention on a CPU; two ranks share a key-value head, and the vocabulary
     is no multiple of 64."""
-    return tiny_models.qwen3_moe(seed, head_dim=32, num_key_value_heads=1, vocab_size=500, max_position_embeddings=8192)
+    return tiny_models.qwen3_moe(
+        seed, head_dim=32, num_key_value_heads=1, vocab_size=500, max_position_embeddings=65536
+    )
 
 
 @pytest.fixture(scope="module")
 def running(vllm_host: HostProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
     """An engine with two tensor parallel ranks, each with half of the experts."""
     folder = tmp_path_factory.mktemp("vllm")
-    with start_engine(vllm_host.path, qwen3_moe(), folder, engine="vllm", tp=2, ep=2, max_context=8192) as engine:
+    with start_engine(vllm_host.path, qwen3_moe(), folder, engine="vllm", tp=2, ep=2, max_context=65536) as engine:
         yield engine
 
 
@@ -219,7 +221,7 @@ def test_seeds_end_tokens_and_refusals(running: RunningEngine) -> None:
             assert cut.finish_reason == "stop" and cut.token_ids.tolist() == full[: len(cut.token_ids)] and word
             assert tiny_models.tokenizer().decode(cut.token_ids.tolist()).endswith(word)
             for prompt, params, text in (
-                ([20] * 9000, GREEDY, "maximum|longer|length"),
+                ([20] * 70000, GREEDY, "maximum|longer|length"),
                 ([5], {**GREEDY, "typo": 1}, "typo is not supported"),
             ):
                 with pytest.raises(RequestFailed, match=text):
@@ -236,10 +238,11 @@ def test_aborted_requests_keep_what_they_have(running: RunningEngine) -> None:
     """Aborts, and clients that go away; the engine is then idle."""
 
     async def begin_and_abort(client: HTTPClient) -> list[Generation]:
+        params = LONG | {"max_new_tokens": 8000}
         begun = [asyncio.Event() for _ in range(5)]
         tasks = []
         for n, event in enumerate(begun):
-            generation = client.generate([9 + n, 6], ENDLESS, on_tokens=lambda ids, event=event: event.set())  # type: ignore[misc]
+            generation = client.generate([9 + n, 6], params, on_tokens=lambda ids, event=event: event.set())  # type: ignore[misc]
             tasks.append(asyncio.create_task(generation))
         await asyncio.gather(*(event.wait() for event in begun))
         tasks.pop().cancel()
@@ -282,7 +285,7 @@ def test_a_response_goes_on_after_a_pause_with_new_weights(running: RunningEngin
             path = tiny_models.save(new, tmp_path / "new")
             await asyncio.to_thread(overwrite_weights, engine, EngineLayout(2, ep=2), path, old + 1)
             client.weight_version = old + 1
-            assert len(tokens) == count < 7000
+            assert len(tokens) == count < 64000
             await asyncio.to_thread(engine.resume_generation)
             while len(tokens) < count + 100:
                 await asyncio.sleep(0.1)
