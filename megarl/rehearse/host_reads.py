@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from megarl.rehearse.peak_memory import PeakMemory
+from megarl.rehearse.result_cache import ResultCache
 
 _ATEN = torch.ops.aten
 _C10D = torch.ops.c10d
@@ -43,6 +44,7 @@ class HostReads(PeakMemory):
         """
         super().__init__("meta", records=records)
         self.topk, self.multiple = topk, multiple
+        self._cache = ResultCache()
         fx_config.meta_nonzero_assume_all_nonzero = True
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -53,7 +55,7 @@ class HostReads(PeakMemory):
         if values is not None and func in _SIZED_BY_VALUES:
             result = torch.empty_like(values, device="meta")
         else:
-            result = func(*args, **kwargs)
+            result = self._cache.call(func, args, kwargs)
         if isinstance(values, torch.Tensor) and result.is_meta and _can_remember(values):
             setattr(result, _VALUES, values)
         elif values is not None and isinstance(result, tuple | list):

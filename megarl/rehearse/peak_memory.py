@@ -18,7 +18,10 @@ from megarl.rehearse.comm_recorder import call_sites
 
 CUDA_BLOCK = 512
 """Bytes to which CUDA's caching allocator rounds each storage up."""
-_MODES = tuple(str(Path(__file__).with_name(name)) for name in ("peak_memory.py", "host_reads.py", "step_costs.py"))
+_MODES = tuple(
+    str(Path(__file__).with_name(name))
+    for name in ("peak_memory.py", "host_reads.py", "result_cache.py", "step_costs.py")
+)
 """Files of dispatch modes, which every operation passes through."""
 
 
@@ -107,6 +110,10 @@ class PeakMemory(TorchDispatchMode):
         finally:
             self.peak, self._peak_position = before, position
             self._update_peak()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and torch's wrapper of every call takes time
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation and return its result."""

@@ -104,10 +104,10 @@ def _trains_experts(config: Config, hf: HFConfig) -> bool:
     return any(param.expert is not None for param in adapted_weights(params, config.lora.target_modules))
 
 
-def play(config: Config, rank: int) -> PlayedRank:
+def play(config: Config, rank: int, finds_leaks: bool = True) -> PlayedRank:
     """Play a step of the rank. Once per process, after `prepare`.
 
-    config: resolved by the dry run, as the run would see it.
+    config: resolved by the dry run, as the run would see it. finds_leaks: play a second, shorter step for `leaks`.
     """
     job = fake_job.join(rank, config.parallel.world_size, config.parallel.ranks_per_node)
     from megarl.rehearse import megatron_values
@@ -129,9 +129,10 @@ def play(config: Config, rank: int) -> PlayedRank:
         flops, position, live = count_flops(), memory.position, _count_live(memory)
         flow.save()
         result = _describe(job, flow, clock, memory, flops)
-        flow.play(step=2)
-        if _count_live(memory) - live >= MIN_LEAK:
-            result = dataclasses.replace(result, leaks=memory.growth(position, NUM_LARGEST))
+        if finds_leaks:
+            flow.play(step=2)
+            if _count_live(memory) - live >= MIN_LEAK:
+                result = dataclasses.replace(result, leaks=memory.growth(position, NUM_LARGEST))
     return result
 
 

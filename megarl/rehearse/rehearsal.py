@@ -116,10 +116,11 @@ def rehearse(config: Config, report: Report, num_processes: int | None = None) -
     play.check(config)
     play.prepare()
     processes = num_processes or len(os.sched_getaffinity(0))
-    (first,) = _play_ranks(config, [0], processes)
+    (first,) = _play_ranks(config, {0: True}, processes)
     kinds = find_kinds(_stages(first.families, config.parallel.world_size), first.families)
     chosen = choose_ranks(kinds)
-    others = sorted({rank for pair in chosen for rank in pair} - {0})
+    firsts = {first_rank for first_rank, _ in chosen}
+    others = {rank: rank in firsts for rank in sorted({rank for pair in chosen for rank in pair} - {0})}
     played = {item.rank: item for item in [first, *_play_ranks(config, others, processes)]}
     faults = kind_order.check_tables({rank: item.families for rank, item in played.items()})
     for first_rank, last_rank in chosen:
@@ -211,8 +212,11 @@ def _planned_stage(report: Report, played: PlayedRank) -> StageMemory | None:
 # --- processes
 
 
-def _play_ranks(config: Config, ranks: Sequence[int], num_processes: int) -> list[PlayedRank]:
-    """Play ranks in processes forked from this one. Raises ConfigError for the first that fails."""
+def _play_ranks(config: Config, ranks: Mapping[int, bool], num_processes: int) -> list[PlayedRank]:
+    """Play ranks in processes forked from this one. Raises ConfigError for the first that fails.
+
+    ranks: whether to look for leaks, by rank.
+    """
     context = multiprocessing.get_context("fork")
     waiting, running, results = deque(ranks), dict[Any, tuple[int, Any]](), list[PlayedRank]()
     with tempfile.TemporaryDirectory(prefix="megarl-rehearsal-") as folder:
@@ -220,7 +224,8 @@ def _play_ranks(config: Config, ranks: Sequence[int], num_processes: int) -> lis
             while waiting or running:
                 while waiting and len(running) < num_processes:
                     rank = waiting.popleft()
-                    process = context.Process(target=_play_rank, args=(config, rank, Path(folder, str(rank))))
+                    arguments = config, rank, ranks[rank], Path(folder, str(rank))
+                    process = context.Process(target=_play_rank, args=arguments)
                     process.start()
                     running[process.sentinel] = rank, process
                 for sentinel in connection.wait(list(running)):
@@ -234,12 +239,12 @@ def _play_ranks(config: Config, ranks: Sequence[int], num_processes: int) -> lis
     return results
 
 
-def _play_rank(config: Config, rank: int, file: Path) -> None:
+def _play_rank(config: Config, rank: int, finds_leaks: bool, file: Path) -> None:
     """Play a rank and write the result, or the error. Runs in a process of its own."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     result: PlayedRank | str
     try:
-        result = play.play(config, rank)
+        result = play.play(config, rank, finds_leaks)
     except ConfigError as error:
         result = str(error)
     except Exception as error:  # noqa: BLE001  reported by the parent
