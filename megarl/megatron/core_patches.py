@@ -5,17 +5,36 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.tensor_parallel import random
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 
 def install() -> None:
     _restore_pickled_name()
     rope_utils._apply_rotary_pos_emb_thd = apply_packed_rope
     random._get_share_storage = lambda: restore_storage
+    MoEAlltoAllTokenDispatcher.combine_postprocess = _drop_probs(MoEAlltoAllTokenDispatcher.combine_postprocess)
+
+
+def _drop_probs(combine_postprocess: Any) -> Any:
+    """Return the last step of a dispatcher, which then forgets the router's probabilities.
+
+    Their autograd graph leads to the input of a recomputed layer, and to its gradient. Megatron's dispatcher would keep
+    both until the layer's next forward pass: 1.6 GB on Qwen3-30B with 48 layers and 4,096 tokens on each rank.
+    """
+
+    @functools.wraps(combine_postprocess)
+    def combine_and_forget(dispatcher: MoEAlltoAllTokenDispatcher, tokens: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = combine_postprocess(dispatcher, tokens)
+        dispatcher.probs = None
+        return result
+
+    return combine_and_forget
 
 
 def _restore_pickled_name() -> None:

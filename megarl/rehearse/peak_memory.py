@@ -18,11 +18,14 @@ from megarl.rehearse.comm_recorder import call_sites
 
 CUDA_BLOCK = 512
 """Bytes to which CUDA's caching allocator rounds each storage up."""
-_MODES = tuple(
-    str(Path(__file__).with_name(name))
-    for name in ("peak_memory.py", "host_reads.py", "result_cache.py", "step_costs.py")
+_SKIPPED = tuple(
+    str(Path(__file__).parents[1] / name)
+    for name in (
+        *("rehearse/peak_memory.py", "rehearse/host_reads.py", "rehearse/result_cache.py", "rehearse/step_costs.py"),
+        "cpu/megatron_platform.py",
+    )
 )
-"""Files of dispatch modes, which every operation passes through."""
+"""Files of dispatch modes and of wrappers of torch's functions, which operations pass through."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +176,7 @@ class PeakMemory(TorchDispatchMode):
         self._sizes[key] = size
         if self.records and size != before:
             shape = "" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-            label = shape, call_sites(*_MODES)
+            label = shape, call_sites(*_SKIPPED)
             self._history.append((key, size, self._labels.setdefault(label, label)))
         self._update_peak()
 
