@@ -28,7 +28,7 @@ class ResultCache:
     """
 
     def __init__(self) -> None:
-        self._results: dict[Any, tuple[type, list[_Layout]]] = {}
+        self._results: dict[Any, tuple[Any, list[_Layout]]] = {}
         self._is_pure: dict[Any, bool] = {}
         """Whether an operation is one of those that may be remembered."""
 

@@ -14,16 +14,10 @@ from megarl.rehearse import fake_job, play  # noqa: E402
 
 play.prepare()
 
-import torch  # noqa: E402
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher  # noqa: E402
 
-from megarl.megatron.optimizer import create_states  # noqa: E402
-from megarl.megatron.trainer_model import MegatronModel  # noqa: E402
-from megarl.models.registry import family_of  # noqa: E402
-from megarl.parallel import ranks  # noqa: E402
 from megarl.rehearse import megatron_values  # noqa: E402
-from megarl.rehearse.host_reads import HostReads  # noqa: E402
-from megarl.types import ModelOutput, TokenLoss, TrainBatch  # noqa: E402
+from megarl.rehearse.step_peak import rehearse_peak  # noqa: E402
 
 # The steps were measured before the dispatcher forgot the router's probabilities (`core_patches.py`).
 MoEAlltoAllTokenDispatcher.combine_postprocess = MoEAlltoAllTokenDispatcher.combine_postprocess.__wrapped__
@@ -32,29 +26,8 @@ fake_job.join(0, 1, 1)
 megatron_values.balance_experts()
 
 
-def loss(output: ModelOutput, _: TrainBatch) -> TokenLoss:
-    assert output.logprobs is not None
-    return TokenLoss(-output.logprobs)
-
-
-def rehearse_step(step: MeasuredStep) -> int:
-    """Like `measure` in tools/gpu/activations.py."""
-    tokens = step.sequences * step.length
-    starts, mask = torch.arange(0, tokens + 1, step.length), torch.ones(tokens, dtype=torch.bool)
-    mask[starts[:-1]] = False
-    columns = torch.arange(step.sequences), torch.zeros(step.sequences), torch.zeros(tokens)
-    batch = TrainBatch(torch.zeros(tokens, dtype=torch.int64), starts, mask, *columns)
-    batch = batch.with_(loss_weights=mask / mask.sum())
-    memory = HostReads(int(family_of(step.hf).megatron_config(step.hf).get("moe_router_topk") or 1))
-    with memory:
-        model = MegatronModel(step.hf, step.config, ranks.create_layout(step.config.parallel), "actor")
-        create_states(model.optimizer)
-        model.train_step(batch, loss)  # Transformer Engine allocates dummy gradients
-        states = memory.live
-        with memory.phase() as peak:
-            model.train_step(batch, loss)
-    assert memory.live == states
-    return peak[0] - states
+def rehearse(step: MeasuredStep) -> int:
+    return rehearse_peak(step.hf, step.config, step.sequences, step.length)
 
 
 def fused(step: MeasuredStep) -> MeasuredStep:
@@ -64,4 +37,4 @@ def fused(step: MeasuredStep) -> MeasuredStep:
 
 
 steps = read_steps()
-print("RESULT", json.dumps([[rehearse_step(step), rehearse_step(fused(step))] for step in steps]))
+print("RESULT", json.dumps([[rehearse(step), rehearse(fused(step))] for step in steps]))
