@@ -121,7 +121,7 @@ def choose_layout(
     base = _with_open_keys(largest_config(config) if config.stages else config)
     ones: dict[str, Any] = dict.fromkeys(SIZES, 1)
     check_placement(replace(base, parallel=replace(base.parallel, **ones)), declared.roles, [])
-    search = Search(models, base, size, _step_time(models, base), frozenset(config.parallel.auto))
+    search = Search(models, base, size, optimizer_step_time(models, base), frozenset(config.parallel.auto))
     fitting, closest = search.run(exhaustive=False)
     if not fitting:
         raise _nothing_fits(search, closest)
@@ -178,7 +178,7 @@ def _with_open_keys(config: Config) -> Config:
     return replace(config, parallel=parallel, rollout=replace(config.rollout, **engine), model=model)
 
 
-def _step_time(models: JobModels, config: Config) -> StepTime:
+def optimizer_step_time(models: JobModels, config: Config) -> StepTime:
     """Return the model of an optimizer step of this configuration, in which a sequence has half of the tokens of
     `rollout.max_context`."""
     run, length = config.run, max(1, config.rollout.max_context // 2)

@@ -175,6 +175,8 @@ class Report:
     """The same for ranks with other roles, by label."""
     choice: LayoutChoice | None = None
     """Choice of the keys that `parallel.auto` leaves to the program."""
+    models: JobModels | None = None
+    """The models of the job; None with `stages`."""
 
     @property
     def ok(self) -> bool:
@@ -317,7 +319,7 @@ def validate(
     plans = job_models.plan_memory(config)
     (label, memory), *other_plans = plans.items()
     facts = _facts(hf, critic_hf, served, config, declared)
-    return Report(errors, warnings, facts, memory, label if other_plans else "", dict(other_plans))
+    return Report(errors, warnings, facts, memory, label if other_plans else "", dict(other_plans), models=job_models)
 
 
 def _check_platform(config: Config, role: str) -> None:

@@ -26,6 +26,7 @@ from rich.table import Table
 
 from megarl.checkpoint.disk_space import format_bytes
 from megarl.config import Config, ConfigError
+from megarl.dry_run.layout_changes import describe_step
 from megarl.dry_run.validation import GPU_SIZES, Report
 from megarl.models.memory import StageMemory
 from megarl.rehearse import kind_order, play, sync_order
@@ -91,6 +92,8 @@ class Rehearsal:
     """Ranks of the node that needs the most host memory."""
     node_bytes: int
     """Bytes of host memory that it needs for its ranks' tensors and sleeping engines."""
+    modelled: list[str]
+    """Lines about the modelled seconds of the step, and about faster layouts."""
     seconds: float
 
     @property
@@ -138,7 +141,9 @@ def rehearse(config: Config, report: Report, num_processes: int | None = None) -
     faults += [_describe_leaks(item) for item in played.values() if item.leaks]
     faults += [str(work)] if work and work.ratio > MAX_STAGE_WORK else []
     node, node_bytes = _fullest_node(reports, report, config.parallel.ranks_per_node)
-    return Rehearsal(config.parallel.world_size, reports, faults, work, node, node_bytes, time.monotonic() - start)
+    modelled = describe_step(report.models, config) if report.models else []
+    seconds = time.monotonic() - start
+    return Rehearsal(config.parallel.world_size, reports, faults, work, node, node_bytes, modelled, seconds)
 
 
 def _describe_leaks(played: PlayedRank) -> str:
@@ -301,7 +306,7 @@ def render(rehearsal: Rehearsal, gpu_gb: float | None = None, host_gb: float | N
     largest = rehearsal.fullest.played[0].largest
     lines.append(f"the largest of the trainer's tensors on ranks {format_ranks(rehearsal.fullest.ranks)}:")
     lines += [f"- {format_tensors(item)}" for item in largest]
-    lines.append(_summarize(rehearsal, gpu_gb))
+    lines += [*rehearsal.modelled, _summarize(rehearsal, gpu_gb)]
     console = Console(soft_wrap=False)
     with console.capture() as capture:
         for line in lines:

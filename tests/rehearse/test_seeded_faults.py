@@ -59,6 +59,7 @@ def check(records: dict[str, Any]) -> None:
         if name == "nothing":
             assert record["faults"] == [] and record["fits"], record["text"]
             assert "no rank would wait for ever" in record["text"] and "which fits on a GPU" in record["text"]
+            assert "modelled on H100s, with " in record["text"]
         else:
             assert record["faults"] or not record["fits"], name
             assert [part for part in MESSAGES[name] if part not in record["text"]] == [], (name, record["text"])
