@@ -93,7 +93,11 @@ def wait_for_pids(folder: Path, process: subprocess.Popen[str]) -> list[int]:
 
 def wait_for_exit(process: subprocess.Popen[str]) -> tuple[int, list[str]]:
     """Return the exit status and the lines of stderr, and assert that its process group is empty."""
-    _, err = process.communicate(timeout=120)
+    try:
+        _, err = process.communicate(timeout=120)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
     return process.returncode, [line for line in err.splitlines() if line.strip()]

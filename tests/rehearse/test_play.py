@@ -169,21 +169,3 @@ def test_no_layer_input_outlives_its_backward_pass(played: dict[str, Any]) -> No
     """Nor its gradient, which the router's probabilities of a recomputed layer would keep."""
     after, saved = (played[f"MoE{name}"]["end"] - played[f"MoE{name}"]["built"] for name in (", layers recomputed", ""))
     assert abs(after - saved) < 2 * LENGTH * HIDDEN
-
-
-RECIPES = (
-    *("dpo", "ling_flash_2.0", "llama3_70b", "mixtral_8x7b", "ppo_gsm8k", "qwen2.5_7b", "qwen2.5_vl_7b"),
-    *("qwen3_235b", "reward_model", "sft"),
-)
-"""Recipes that take seconds. One of the others takes up to two minutes a stage."""
-
-
-@pytest.mark.nightly
-def test_recipes(tmp_path: Path) -> None:
-    """The first pipeline stage of recipes, and the last one of a large one."""
-    cases = {name: {"config": str(ROOT / f"configs/{name}.yaml"), "overrides": [], "rank": "first"} for name in RECIPES}
-    cases["the last stage"] = cases["qwen3_235b"] | {"rank": "last"}
-    results = play(cases, tmp_path, timeout=900)
-    assert {name: result["error"] for name, result in results.items() if "error" in result} == {}
-    for name, result in results.items():
-        assert any(phase.endswith("_update") for phase in result["peaks"]), name

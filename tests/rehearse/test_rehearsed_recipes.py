@@ -1,0 +1,72 @@
+"""Every recipe of configs/ is rehearsed: whole, or the first and last pipeline stage of the largest."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rank_jobs import ROOT
+
+QUICKSTART = ("quickstart", "quickstart_async", "quickstart_pictures", "quickstart_sft", "quickstart_split")
+"""Their models are made by tools."""
+STAGES = (
+    *("deepseek_r1", "deepseek_v3_671b", "deepseek_v3_671b_256", "glm_5", "kimi_k2.5", "kimi_k2_thinking"),
+    "ling_flash_2.0",
+)
+"""Recipes whose ranks take more than a minute of two cores, all together."""
+REFUSED = ("deepseek_v3_671b_96",)
+RECIPES = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
+
+
+def run(script: str, cases: Mapping[str, Any], folder: Path, timeout: float) -> dict[str, Any]:
+    file = folder / "cases.json"
+    file.write_text(json.dumps(cases))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(ROOT / "tests/rehearse" / script), str(file)],
+        env=dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1"),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=timeout,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    results: dict[str, Any] = json.loads(done.stdout.rpartition("RESULT ")[2])
+    return results
+
+
+def make_model(tool: str, folder: Path) -> str:
+    subprocess.run([sys.executable, str(ROOT / "tools" / tool), str(folder)], check=True, capture_output=True)
+    return str(folder / "model")
+
+
+@pytest.mark.nightly
+def test_whole_recipes(tmp_path: Path) -> None:
+    numbers, pictures = make_model("make_quickstart.py", tmp_path / "q"), make_model("make_pictures.py", tmp_path / "p")
+    cases: dict[str, Sequence[str]] = {}
+    for name in RECIPES:
+        if name not in (*STAGES, *REFUSED):
+            model = pictures if name == "quickstart_pictures" else numbers
+            cases[name] = [f"configs/{name}.yaml", *([f"model.path={model}"] if name in QUICKSTART else [])]
+    for name, (status, report, errors) in run("rehearsed_recipes.py", cases, tmp_path, timeout=1800).items():
+        assert status == 0, f"{name}: {report[-2000:]}{errors[-2000:]}"
+        assert re.search(r"communication: [\d,]+ operations of all kinds match|no communication", report), name
+
+
+@pytest.mark.nightly
+def test_stages_of_large_recipes(tmp_path: Path) -> None:
+    cases = {
+        f"{name}, {rank} stage": {"config": str(ROOT / f"configs/{name}.yaml"), "overrides": [], "rank": rank}
+        for name in STAGES
+        for rank in ("first", "last")
+    }
+    results = run("plays.py", cases, tmp_path, timeout=1200)
+    assert {name: result["error"] for name, result in results.items() if "error" in result} == {}
+    for name, result in results.items():
+        assert any(phase.endswith("_update") for phase in result["peaks"]), name
