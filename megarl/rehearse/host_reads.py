@@ -156,6 +156,12 @@ def _zeros(reads: HostReads, values: Any, args: Any, kwargs: Any) -> Any:
     return torch.empty(size, dtype=kwargs.get("dtype"))  # untouched, too
 
 
+def _zeros_like(reads: HostReads, values: Any, args: Any, kwargs: Any) -> Any:
+    if args[0].is_meta or args[0].numel() <= _SMALL or torch.device(kwargs.get("device") or "cpu").type == "meta":
+        return None
+    return torch.empty_like(args[0], **kwargs)  # untouched, too
+
+
 def _equal(reads: HostReads, values: Any, args: Any, kwargs: Any) -> Any:
     if not args[0].is_meta:
         return None
@@ -183,6 +189,7 @@ _ANSWERS: dict[Any, Callable[[HostReads, Any, Any, Any], Any]] = {
     _ATEN.any.default: _any,
     _ATEN.copy_.default: _copy,
     _ATEN.zeros.default: _zeros,
+    _ATEN.zeros_like.default: _zeros_like,
     _ATEN.equal.default: _equal,
     _ATEN.masked_select.default: _masked_select,
     # torch has no kernels of these collectives for `meta`

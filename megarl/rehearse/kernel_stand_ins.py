@@ -1,4 +1,5 @@
-"""Stand-ins for GPU kernels besides Transformer Engine's: gated delta nets (fla-core 0.6) and sparse attention.
+"""Stand-ins for kernels besides Transformer Engine's: gated delta nets (fla-core 0.6), sparse attention, AdamW on the
+host.
 
 Like `te_modules.py`: outputs of the same shapes, the same tensors saved for the backward pass, the larger work space of
 the kernels, and no values.
@@ -163,12 +164,24 @@ def run_fused_absorbed_sparse_attention(
     return output
 
 
+# --- optimizer states on the host -------------------------------------------------------------------------------------
+
+
+class HostAdamWStandIn(torch.optim.AdamW):
+    """AdamW that updates nothing, so that the pages of its states stay untouched; hooks of a step run."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        pass
+
+
 def install() -> None:
     """Let Megatron use these functions. Once per process, after `te_modules.install`."""
+    from megatron.core import optimizer
     from megatron.core.ssm.gated_delta_net import common, gdn
     from megatron.core.transformer import transformer_config
     from megatron.core.transformer.experimental_attention_variant import dsa_kernels
 
+    optimizer.CPUAdam = HostAdamWStandIn
     common.HAVE_FLA = True
     for module in (common, gdn):
         vars(module).update(causal_conv1d=causal_conv1d, chunk_gated_delta_rule=chunk_gated_delta_rule)

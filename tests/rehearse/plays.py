@@ -1,6 +1,7 @@
 """Plays ranks of jobs, each in a process forked from this one, and prints what each has done as JSON by name.
 
-argv: a file with `{name: {"config": FILE, "overrides": [...], "rank": number or "first", "middle" or "last"}}`.
+argv: a file with `{name: {"config": FILE, "overrides": [...], "rank": number or "first", "middle" or "last"}}`, and
+`"finds_leaks": false` for those of which only the first step is played.
 """
 
 from __future__ import annotations
@@ -38,14 +39,15 @@ def describe(case: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(rank, str):
         stage = {"first": 0, "middle": parallel.pp // 2, "last": parallel.pp - 1}[rank]
         rank = stage * (parallel.world_size // parallel.pp)
-    played = play.play(config, rank)
+    played = play.play(config, rank, case.get("finds_leaks", True))
     posts = [
         {name: event.get(name) for name in ("kind", "group", "bytes")}
         for event in played.events
         if event["do"] == "post" and not event["host"]
     ]
     size = {name: getattr(played.size, name) for name in ("micro_batches", "local_rows", "length")}
-    return {"posts": posts, "peaks": played.peaks, "built": lives[0], "end": lives[1], **size}
+    lives_by_time = {"built": lives[0], "end": lives[1]}
+    return {"posts": posts, "peaks": played.peaks, "host": played.host, **lives_by_time, **size}
 
 
 def describe_or_fail(case: Mapping[str, Any]) -> dict[str, Any]:

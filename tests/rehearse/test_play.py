@@ -48,6 +48,8 @@ LAYERWISE += ["model.megatron.recompute_num_layers=1"]
 LORA = ["lora.target_modules=[linear_fc2]"]
 CASES: dict[str, tuple[str, int, list[str]]] = {
     "dense": ("dense", 1, []),
+    "states on the host": ("dense", 1, ["actor_optimizer.offload_fraction=1"]),
+    "half of the states on the host": ("dense", 1, ["actor_optimizer.offload_fraction=0.5"]),
     "FP8": ("dense", 1, ["model.megatron.fp8=hybrid"]),
     "LoRA": ("dense", 1, [*LORA, "lora.rank=8"]),
     "LoRA, rank 24": ("dense", 1, [*LORA, "lora.rank=24"]),
@@ -118,6 +120,20 @@ def test_states_of_a_dense_model(played: dict[str, Any]) -> None:
     params = LINEAR + 2 * VOCAB * HIDDEN + (2 * LAYERS + 1) * HIDDEN
     excess = played["dense"]["built"] - 18 * params
     assert 0 <= excess < 0.01 * 18 * params
+
+
+def test_states_on_the_host(played: dict[str, Any]) -> None:
+    """Masters and moments, 12 bytes, leave the device; on the host gradients take 4 more, rounded up to a power of two.
+
+    Half of them are whole parameters, of which the last one may be too many.
+    """
+    params = LINEAR + 2 * VOCAB * HIDDEN + (2 * LAYERS + 1) * HIDDEN
+    excess = [played["dense"][name] - played["states on the host"][name] for name in ("built", "host")]
+    assert 0 <= 12 * params - excess[0] + 512 * 100 < 512 * 200
+    assert 16 * params <= -excess[1] < 20.1 * params
+    less, more = (played["dense"][name] - played["half of the states on the host"][name] for name in ("built", "host"))
+    assert 6 * params <= less + 512 * 100 < 6 * params + 12 * VOCAB * HIDDEN + 512 * 200
+    assert 8 * params <= -more < 12 * params + 16 * VOCAB * HIDDEN
 
 
 def test_fp8_copies_of_weights(played: dict[str, Any]) -> None:
