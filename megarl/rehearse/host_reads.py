@@ -8,6 +8,7 @@ on values return the size of balanced routing, see `megatron_values.py`, or that
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
@@ -24,8 +25,10 @@ from megarl.rehearse.result_cache import ResultCache
 _ATEN = torch.ops.aten
 _C10D = torch.ops.c10d
 _SMALL = 1 << 20
-"""Elements of a host tensor that is set to zeros where a device tensor is copied to it. Larger buffers are of weights,
-which nobody reads; untouched, they cost no memory."""
+"""Elements of a host tensor that is filled as in a real step. Larger ones are of weights and optimizer states, which
+nobody reads; untouched, they cost no memory."""
+_MAP_NORESERVE = 0x4000
+"""Linux's flag for memory that need not be there until it is touched; Python's `mmap` lacks it."""
 _MAX_KNOWN = 1 << 12
 """Elements of a device tensor whose values are remembered."""
 _VALUES = "_rehearsed_values"
@@ -142,24 +145,31 @@ def _to_host(reads: HostReads, values: Any, args: Any, kwargs: Any) -> Any:
 
 def _copy(reads: HostReads, values: Any, args: Any, kwargs: Any) -> Any:
     target, source = args[:2]
-    if not source.is_meta or target.is_meta:
+    if target.is_meta:
         return None
-    if _is_known(source):
+    if source.is_meta and _is_known(source):
         return target.copy_(_on_host(source))
-    return target.zero_() if target.numel() <= _SMALL else target
+    if target.numel() > _SMALL:
+        return target
+    return target.zero_() if source.is_meta else None
 
 
 def _zeros(reads: HostReads, values: Any, args: Any, kwargs: Any) -> Any:
-    size = torch.Size(args[0])
-    if size.numel() <= _SMALL or torch.device(kwargs.get("device") or "cpu").type == "meta":
-        return None
-    return torch.empty(size, dtype=kwargs.get("dtype"))  # untouched, too
+    return _untouched(torch.Size(args[0]), kwargs.get("dtype"), kwargs.get("device"))
 
 
 def _zeros_like(reads: HostReads, values: Any, args: Any, kwargs: Any) -> Any:
-    if args[0].is_meta or args[0].numel() <= _SMALL or torch.device(kwargs.get("device") or "cpu").type == "meta":
+    dtype, device = kwargs.get("dtype") or args[0].dtype, kwargs.get("device") or args[0].device
+    return _untouched(args[0].shape, dtype, device) if args[0].is_contiguous() else None
+
+
+def _untouched(size: torch.Size, dtype: torch.dtype | None, device: Any) -> torch.Tensor | None:
+    """Return a large host tensor of zeros whose memory nothing has touched; None for other tensors."""
+    if size.numel() <= _SMALL or torch.device(device or "cpu").type == "meta":
         return None
-    return torch.empty_like(args[0], **kwargs)  # untouched, too
+    dtype = dtype or torch.get_default_dtype()
+    memory = mmap.mmap(-1, size.numel() * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+    return torch.frombuffer(memory, dtype=dtype).view(size)
 
 
 def _equal(reads: HostReads, values: Any, args: Any, kwargs: Any) -> Any:
