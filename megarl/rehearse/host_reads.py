@@ -69,9 +69,12 @@ class HostReads(PeakMemory):
 
 
 def tokens_per_expert(tokens: int, topk: int, experts: int, multiple: int = 1) -> torch.Tensor:
-    """Return [experts] int64: how many of the `tokens * topk` choices are each expert, padded to a multiple."""
-    choices = tokens * topk
-    counts = choices // experts + (torch.arange(experts) < choices % experts).long()
+    """Return [experts] int64: how many of the `tokens * topk` choices are each expert, padded to a multiple.
+
+    Ranks with equally many consecutive experts have as many choices as each other, or one more.
+    """
+    ends = tokens * topk * torch.arange(experts + 1) // experts
+    counts = ends.diff()
     return -(-counts // multiple) * multiple
 
 
