@@ -264,10 +264,11 @@ def test_reuses_processes_until_the_pool_closes() -> None:
 
 def test_quick_calls_share_few_processes() -> None:
     async def call_concurrently() -> set[str]:
-        async with make_pool("pid", timeout=60.0, size=16) as pool:
+        async with make_pool("pid", timeout=60.0, size=64) as pool:
             return {result.text for result in await asyncio.gather(*(pool.call_tool("pid", {}) for _ in range(64)))}
 
-    assert len(asyncio.run(call_concurrently())) < 8
+    # As many as start, one after the other, while calls wait: 64 if a start took no longer than a call.
+    assert len(asyncio.run(call_concurrently())) < 32
 
 
 def test_tool_processes_import_no_heavy_modules() -> None:
