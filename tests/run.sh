@@ -3,7 +3,9 @@
 #
 #   bash tests/run.sh              tests of correctness: every package, ranks, engines, end to end
 #   bash tests/run.sh --fast       single-process tests of at most a second, to run after an edit
-#   bash tests/run.sh --nightly    the rest: faults, Slurm, every algorithm with engines, the grid of bad input, pages
+#   bash tests/run.sh --nightly    the rest: faults, Slurm, every algorithm with engines, the grid of bad input, pages.
+#                                  Of combined features half, and of rehearsed recipes a third, other ones each day; all
+#                                  with MEGARL_ALL_CASES=1
 #   bash tests/run.sh tests/data   pass arguments to pytest: a folder, a file, -k ...
 set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -15,6 +15,7 @@ from pathlib import Path
 import external_engine
 import pytest
 import tiny_models
+from nights import cases_of_this_night
 from training_run import ROOT, assert_replays, build_command, make_folder, read_steps, train, with_host
 
 from megarl.config import ConfigError, load_config
@@ -82,7 +83,7 @@ def test_dry_run_refuses_the_refused_pairs_alone(folder: Path) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("number", range(1, len(RUNS) + 1))
+@pytest.mark.parametrize("number", cases_of_this_night(range(1, len(RUNS) + 1), 2))
 def test_trains_two_steps(request: pytest.FixtureRequest, folder: Path, tmp_path: Path, number: int) -> None:
     run, port = RUNS[number - 1], free_port()
     is_vllm = run["engine"] == "vLLM"

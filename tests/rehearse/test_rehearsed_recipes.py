@@ -1,4 +1,4 @@
-"""Every recipe of configs/ is rehearsed: whole, or the first pipeline stage of large ones."""
+"""Every recipe of configs/ is rehearsed within three nights: whole, or the first pipeline stage of large ones."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from nights import cases_of_this_night
 from rank_jobs import ROOT
 
 QUICKSTART = ("quickstart", "quickstart_async", "quickstart_pictures", "quickstart_sft", "quickstart_split")
@@ -50,10 +51,9 @@ def make_model(tool: str, folder: Path) -> str:
 def test_whole_recipes(tmp_path: Path) -> None:
     numbers, pictures = make_model("make_quickstart.py", tmp_path / "q"), make_model("make_pictures.py", tmp_path / "p")
     cases: dict[str, Sequence[str]] = {}
-    for name in RECIPES:
-        if name not in STAGES:
-            model = pictures if name == "quickstart_pictures" else numbers
-            cases[name] = [f"configs/{name}.yaml", *([f"model.path={model}"] if name in QUICKSTART else [])]
+    for name in cases_of_this_night([name for name in RECIPES if name not in STAGES], 3):
+        model = pictures if name == "quickstart_pictures" else numbers
+        cases[name] = [f"configs/{name}.yaml", *([f"model.path={model}"] if name in QUICKSTART else [])]
     for name, (status, report, errors) in run("rehearsed_recipes.py", cases, tmp_path, timeout=1800).items():
         assert status == 0, f"{name}: {report[-2000:]}{errors[-2000:]}"
         assert re.search(r"communication: [\d,]+ operations of all kinds match|no communication", report), name
@@ -61,8 +61,8 @@ def test_whole_recipes(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_stages_of_large_recipes(tmp_path: Path) -> None:
-    """The first stage of each, and the last one of one."""
-    stages = [(name, "first") for name in STAGES] + [("qwen3_235b", "last")]
+    """The first stages, and the last one of one recipe."""
+    stages = cases_of_this_night([*((name, "first") for name in STAGES), ("qwen3_235b", "last")], 3)
     cases = {
         f"{name}, {stage} stage": {
             "config": str(ROOT / f"configs/{name}.yaml"),
