@@ -31,7 +31,7 @@ def _drop_probs(combine_postprocess: Any) -> Any:
     @functools.wraps(combine_postprocess)
     def combine_and_forget(dispatcher: MoEAlltoAllTokenDispatcher, tokens: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = combine_postprocess(dispatcher, tokens)
-        dispatcher.probs = None
+        dispatcher.probs = dispatcher.probs.new_empty(0)  # whose dtype is read
         return result
 
     return combine_and_forget

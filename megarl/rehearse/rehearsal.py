@@ -69,7 +69,7 @@ class StageWork:
 
     stage: int
     ranks: tuple[int, ...]
-    """Those of its kind."""
+    """The ranks that are this stage in their pipelines and do the same."""
     ratio: float
     """Its matrix products, relative to the mean of the stages."""
 

@@ -160,13 +160,13 @@ class _LinearFunction(torch.autograd.Function):
             rows = x.numel() // x.shape[-1]
             saved += [x, x.new_empty(rows, dtype=torch.float32)]  # and the inverse deviation of each row
             x = torch.empty_like(x)
-        ctx.recipe, dtype, kept = FP8State.recipe, x.dtype, x
+        ctx.recipe, dtype, saved_input = FP8State.recipe, x.dtype, x
         if ctx.recipe is not None:
             x, _ = quantized = _quantize(x, layer.tp_group if layer.gathers_input else None)
             if not layer.save_original_input:
-                kept = x
+                saved_input = x
                 saved.append(quantized[1])
-        saved.append(kept if weight.requires_grad else None)
+        saved.append(saved_input if weight.requires_grad else None)
         total = _gather_rows(x, layer.tp_group) if layer.gathers_input else x
         output = total.new_empty(*total.shape[:-1], layer.weight.shape[0], dtype=dtype)
         add_product(total.numel(), len(weight))
@@ -290,10 +290,10 @@ class _GroupedLinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layer: GroupedLinear, *params: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         ctx.layer, ctx.shape, ctx.recipe = layer, x.shape, FP8State.recipe
-        kept, scales = x, None
+        saved_input, scales = x, None
         if ctx.recipe is not None and not layer.save_original_input:
-            kept, scales = _quantize(x)
-        ctx.save_for_backward(*(kept, scales) if params[0].requires_grad else (None, None), *params)
+            saved_input, scales = _quantize(x)
+        ctx.save_for_backward(*(saved_input, scales) if params[0].requires_grad else (None, None), *params)
         add_product(x.numel(), layer.out_features)
         return x.new_empty(*x.shape[:-1], layer.out_features)
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from rank_jobs import ROOT
+from rehearsal_cases import run_cases
 
 from megarl.models.activation_memory import RECOMPUTED_TENSORS
 
@@ -67,22 +64,6 @@ LINEAR = LAYERS * (HIDDEN * (2 * HEADS + 2 * GROUPS) * HEAD + 3 * HIDDEN * FFN)
 """Elements of the dense model's linear layers."""
 
 
-def play(cases: dict[str, dict[str, Any]], folder: Path, timeout: float) -> dict[str, Any]:
-    file = folder / "cases.json"
-    file.write_text(json.dumps(cases))
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(ROOT / "tests/rehearse/plays.py"), str(file)],
-        env=dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1"),
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=timeout,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    results: dict[str, Any] = json.loads(done.stdout.rpartition("RESULT ")[2])
-    return results
-
-
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("plays")
@@ -104,7 +85,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             )
         )
         cases[name] = {"config": str(file), "overrides": overrides, "rank": "first"}
-    results = play(cases, folder, timeout=300)
+    results = run_cases("plays.py", cases, folder, timeout=300)
     for name, result in results.items():
         assert "error" not in result, f"{name}: {result['error']}"
     return results

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from nights import cases_of_this_night
-from rank_jobs import ROOT
+from rehearsal_cases import ROOT, run_cases
 
 QUICKSTART = ("quickstart", "quickstart_async", "quickstart_pictures", "quickstart_sft", "quickstart_split")
 """Their models are made by tools."""
@@ -24,22 +21,6 @@ STAGES = (
 )
 """Recipes whose ranks take more than 40 s of one core, all together."""
 RECIPES = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
-
-
-def run(script: str, cases: Mapping[str, Any], folder: Path, timeout: float) -> dict[str, Any]:
-    file = folder / "cases.json"
-    file.write_text(json.dumps(cases))
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(ROOT / "tests/rehearse" / script), str(file)],
-        env=dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1"),
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=timeout,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    results: dict[str, Any] = json.loads(done.stdout.rpartition("RESULT ")[2])
-    return results
 
 
 def make_model(tool: str, folder: Path) -> str:
@@ -54,7 +35,7 @@ def test_whole_recipes(tmp_path: Path) -> None:
     for name in cases_of_this_night([name for name in RECIPES if name not in STAGES], 3):
         model = pictures if name == "quickstart_pictures" else numbers
         cases[name] = [f"configs/{name}.yaml", *([f"model.path={model}"] if name in QUICKSTART else [])]
-    for name, (status, report, errors) in run("rehearsed_recipes.py", cases, tmp_path, timeout=1800).items():
+    for name, (status, report, errors) in run_cases("rehearsed_recipes.py", cases, tmp_path, timeout=1800).items():
         assert status == 0, f"{name}: {report[-2000:]}{errors[-2000:]}"
         assert re.search(r"communication: [\d,]+ operations of all kinds match|no communication", report), name
 
@@ -72,7 +53,7 @@ def test_stages_of_large_recipes(tmp_path: Path) -> None:
         }
         for name, stage in stages
     }
-    results = run("plays.py", cases, tmp_path, timeout=1200)
+    results = run_cases("plays.py", cases, tmp_path, timeout=1200)
     assert {name: result["error"] for name, result in results.items() if "error" in result} == {}
     for name, result in results.items():
         assert any(phase.endswith("_update") for phase in result["peaks"]), name
