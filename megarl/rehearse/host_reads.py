@@ -40,13 +40,9 @@ _IS_ANY = "_megarl_is_any"
 class HostReads(PeakMemory):
     """Counts memory on `meta` and answers reads of it, within the block."""
 
-    def __init__(self, topk: int = 1, multiple: int = 1, records: bool = False) -> None:
-        """topk, multiple: of `tokens_per_expert`, for a `masked_select` by a routing map of [experts, tokens].
-
-        records: see `PeakMemory`.
-        """
+    def __init__(self, records: bool = False) -> None:
+        """records: see `PeakMemory`."""
         super().__init__("meta", records=records)
-        self.topk, self.multiple = topk, multiple
         self._cache = ResultCache()
         fx_config.meta_nonzero_assume_all_nonzero = True
 
@@ -68,12 +64,23 @@ class HostReads(PeakMemory):
         return result
 
 
-def tokens_per_expert(tokens: int, topk: int, experts: int, multiple: int = 1) -> torch.Tensor:
+def set_expert_rows(rows: int) -> None:
+    """Set the length of the result of the next `masked_select`s, which are by routing maps of [experts, tokens]."""
+    global _expert_rows
+    _expert_rows = rows
+
+
+_expert_rows = 0
+
+
+def tokens_per_expert(tokens: int, topk: int, experts: int, multiple: int = 1, ranks: int = 1) -> torch.Tensor:
     """Return [experts] int64: how many of the `tokens * topk` choices are each expert, padded to a multiple.
 
-    Ranks with equally many consecutive experts have as many choices as each other, or one more.
+    Each of `ranks` has as many consecutive experts, and as many choices, as any other. So there are up to `ranks - 1`
+    choices more where they do not divide.
     """
-    ends = tokens * topk * torch.arange(experts + 1) // experts
+    choices = -(-tokens * topk // ranks) * ranks
+    ends = choices * torch.arange(experts + 1) // experts
     counts = ends.diff()
     return -(-counts // multiple) * multiple
 
@@ -184,8 +191,7 @@ def _equal(reads: HostReads, values: Any, args: Any, kwargs: Any) -> Any:
 def _masked_select(reads: HostReads, values: Any, args: Any, kwargs: Any) -> Any:
     if not args[0].is_meta or values is not None:
         return None
-    experts, tokens = args[0].shape
-    return args[0].new_empty(int(tokens_per_expert(tokens, reads.topk, experts, reads.multiple).sum()))
+    return args[0].new_empty(_expert_rows)
 
 
 _COPIES = _ATEN.copy_.default, _ATEN._to_copy.default

@@ -1,25 +1,22 @@
 """Values that Megatron reads from device tensors, in a rehearsal, whose tensors have none.
 
-Every expert gets as many tokens as any other, up to one. All micro-batches have the same number of tokens, so what a
-pipeline stage receives has the shape of what it would send.
+Every expert gets as many tokens as any other, up to one, and every expert parallel rank exactly as many. All
+micro-batches have the same number of tokens, so what a pipeline stage receives has the shape of what it would send.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from megatron.core import optimizer as core_optimizer
-from megatron.core.enums import Fp8Recipe
-from megatron.core.fp8_utils import get_fp8_align_size
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
-from megarl.models.megatron_fields import FP8_RECIPE
-from megarl.rehearse.host_reads import tokens_per_expert
+from megarl.rehearse.host_reads import set_expert_rows, tokens_per_expert
 
 
 def balance_experts() -> None:
@@ -33,9 +30,11 @@ def balance_experts() -> None:
         multiple = (
             get_align_size_for_quantization(self.config) if self.config.moe_router_padding_for_quantization else 1
         )
-        counts = tokens_per_expert(routing_map.size(0), self.config.moe_router_topk, self.num_experts, multiple)
+        tokens, topk = routing_map.size(0), self.config.moe_router_topk
+        counts = tokens_per_expert(tokens, topk, self.num_experts, multiple, self.ep_size)
         local = counts[self.local_expert_indices]
         self.num_out_tokens = int(counts.sum())
+        set_expert_rows(self.num_out_tokens)
         if self.ep_size > 1 or self.tp_size > 1:
             self.input_splits = counts.view(self.ep_size, -1).sum(1)
             self.output_splits = local.sum().repeat(self.ep_size)
@@ -46,13 +45,6 @@ def balance_experts() -> None:
 
     MoEAlltoAllTokenDispatcher.preprocess = preprocess_balanced
     token_dispatcher.maybe_move_tensor_to_cpu = _as_host_value
-
-
-def expert_rows_multiple(settings: Mapping[str, Any]) -> int:
-    """Return the multiple to which Megatron pads the tokens of each expert. settings: fields of TransformerConfig."""
-    if not settings.get("fp8") or not settings.get("moe_router_padding_for_quantization", True):
-        return 1
-    return get_fp8_align_size(Fp8Recipe(settings.get("fp8_recipe", FP8_RECIPE)))
 
 
 def _as_host_value(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

@@ -110,8 +110,7 @@ def play(config: Config, rank: int, finds_leaks: bool = True) -> PlayedRank:
 
     hf = load_hf_config(config.model.path)
     settings = {**family_of(hf).megatron_config(hf), **config.model.megatron}
-    topk, multiple = int(settings.get("moe_router_topk") or 1), megatron_values.expert_rows_multiple(settings)
-    memory = StepCosts(topk, multiple, records=True)
+    memory = StepCosts(records=True)
     clock = PhaseClock(memory)
     flow = RehearsedFlow(config, clock)
     megatron_values.balance_experts()

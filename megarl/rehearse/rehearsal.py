@@ -92,6 +92,8 @@ class Rehearsal:
     """Ranks of the node that needs the most host memory."""
     node_bytes: int
     """Bytes of host memory that it needs for its ranks' tensors and sleeping engines."""
+    idle: list[float | None]
+    """By kind, see `idle_shares`."""
     modelled: list[str]
     """Lines about the modelled seconds of the step, and about faster layouts."""
     seconds: float
@@ -142,8 +144,9 @@ def rehearse(config: Config, report: Report, num_processes: int | None = None) -
     faults += [str(work)] if work and work.ratio > MAX_STAGE_WORK else []
     node, node_bytes = _fullest_node(reports, report, config.parallel.ranks_per_node)
     modelled = describe_step(report.models, config) if report.models else []
+    idle = idle_shares(reports, config.parallel.pp, config.parallel.vpp)
     seconds = time.monotonic() - start
-    return Rehearsal(config.parallel.world_size, reports, faults, work, node, node_bytes, modelled, seconds)
+    return Rehearsal(config.parallel.world_size, reports, faults, work, node, node_bytes, idle, modelled, seconds)
 
 
 def _describe_leaks(played: PlayedRank) -> str:
@@ -169,6 +172,28 @@ def _stage_work(kinds: Sequence[KindReport], families: Mapping[str, Family]) -> 
                 ratio = flops[stage] * len(flops) / sum(flops)
                 result.append(StageWork(stage, kind_of[group[stage]].ranks, ratio))
     return max(result, key=lambda work: work.ratio, default=None)
+
+
+def idle_shares(kinds: Sequence[KindReport], stages: int, parts: int = 1) -> list[float | None]:
+    """Return by kind the modelled share of log-probs and updates in which its ranks wait; None if they train nothing.
+
+    Ranks wait while the pipeline fills and drains, which takes `stages - 1` micro-batches of one of a stage's `parts`
+    (https://arxiv.org/abs/2104.04473), and for the busiest rank, as their matrix products have it.
+    """
+    most = max(kind.played[0].flops for kind in kinds)
+    micro_batches = parts * max(kind.played[0].size.total_micro_batches for kind in kinds)
+    working = micro_batches / (micro_batches + stages - 1)
+    return [1 - working * kind.played[0].flops / most if kind.played[0].flops else None for kind in kinds]
+
+
+def _describe_idle(rehearsal: Rehearsal) -> list[str]:
+    """Return a line about the ranks that wait the least and the most; none without ranks that train."""
+    shares = [(share, kind) for share, kind in zip(rehearsal.idle, rehearsal.kinds, strict=True) if share is not None]
+    if not shares:
+        return []
+    (least, busy), (most, idle) = (pick(shares, key=lambda item: item[0]) for pick in (min, max))
+    line = f"idle in log-probs and updates, modelled: {least:.0%} (ranks {format_ranks(busy.ranks)}"
+    return [line + (f") to {most:.0%} (ranks {format_ranks(idle.ranks)})" if most > least else ")")]
 
 
 def _fullest_node(kinds: Sequence[KindReport], report: Report, ranks_per_node: int) -> tuple[range, int]:
@@ -302,6 +327,7 @@ def render(rehearsal: Rehearsal, gpu_gb: float | None = None, host_gb: float | N
     work = rehearsal.stage_work
     if work and work.ratio <= MAX_STAGE_WORK:
         lines.append(f"pipeline: {work}")
+    lines += _describe_idle(rehearsal)
     lines += _describe_host(rehearsal, host_gb)
     largest = rehearsal.fullest.played[0].largest
     lines.append(f"the largest of the trainer's tensors on ranks {format_ranks(rehearsal.fullest.ranks)}:")

@@ -6,7 +6,6 @@ import torch
 
 from megarl.config import Config
 from megarl.models.layout_algebra import HFConfig
-from megarl.models.registry import family_of
 from megarl.types import ModelOutput, TokenLoss, TrainBatch
 
 
@@ -40,7 +39,7 @@ def rehearse_peak(hf: HFConfig, config: Config, sequences: int, length: int) -> 
     from megarl.rehearse.host_reads import HostReads
 
     batch = make_batch(sequences, length, int(hf["vocab_size"]))
-    memory = HostReads(int(family_of(hf).megatron_config(hf).get("moe_router_topk") or 1))
+    memory = HostReads()
     with memory:
         model = MegatronModel(hf, config, ranks.create_layout(config.parallel), "actor")
         create_states(model.optimizer)

@@ -41,7 +41,7 @@ def describe(case: Mapping[str, Any]) -> dict[str, Any]:
         rank = stage * (parallel.world_size // parallel.pp)
     played = play.play(config, rank, case.get("finds_leaks", True))
     posts = [
-        {name: event.get(name) for name in ("kind", "group", "bytes")}
+        {name: event.get(name) for name in ("kind", "group", "bytes", "sends")}
         for event in played.events
         if event["do"] == "post" and not event["host"]
     ]

@@ -23,7 +23,7 @@ def rehearse(world: int, rank: int) -> None:
 
     megatron_values.balance_experts()
     megatron_values.align_param_groups(trains_experts=True)
-    with HostReads(topk=2):
+    with HostReads():
         result = recorded_steps.take_steps(world, True, lambda: job.events)
     (folder / f"{world}_{rank}.json").write_text(json.dumps(result))
 

@@ -19,6 +19,12 @@ def test_ranks_have_equally_many_choices() -> None:
     assert tokens_per_expert(1460, 8, 256, 16).tolist() == [48] * 256
 
 
+def test_choices_that_do_not_divide_are_rounded_up() -> None:
+    """13 tokens with 2 experts each, of 8 on 4 ranks: 28 choices in place of 26."""
+    assert tokens_per_expert(13, 2, 8, ranks=4).tolist() == [3, 4] * 4
+    assert tokens_per_expert(12, 2, 8, ranks=4).tolist() == [3] * 8
+
+
 def test_large_host_tensors_stay_untouched() -> None:
     """Zeros, copies of them, and copies from the device, of 4 GB each; small ones are filled."""
     process, size = psutil.Process(), 1 << 30

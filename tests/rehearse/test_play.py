@@ -56,6 +56,8 @@ CASES: dict[str, tuple[str, int, list[str]]] = {
     "MoE, activations recomputed": ("moe", 1, SELECTIVE),
     "MoE, layers recomputed": ("moe", 1, LAYERWISE),
     "MoE TP2 EP2": ("moe", 2, ["parallel.tp=2", "parallel.ep=2"]),
+    "MoE EP4": ("moe", 4, ["parallel.ep=4"]),
+    "MoE EP4, 127 tokens": ("moe", 4, ["parallel.ep=4", f"train.max_tokens_per_gpu={LENGTH - 1}"]),
     "MoE EP2 with MTP": ("mtp", 2, ["parallel.ep=2", "train.mtp_loss_coef=0.1"]),
     "MoE EP2 without MTP": ("mtp", 2, ["parallel.ep=2"]),
 }
@@ -143,6 +145,15 @@ def test_sends_of_the_first_stage(played: dict[str, Any]) -> None:
     result = played["PP4 VPP2"]
     sends = {bytes_: number for (_, bytes_), number in count(result, "send").items()}
     assert sends[2 * result["local_rows"] * HIDDEN] == 3 * result["micro_batches"]
+
+
+def test_choices_that_do_not_divide_are_rounded_up(played: dict[str, Any]) -> None:
+    """127 tokens with 2 experts each are 254 choices: 64 of each of 4 ranks, as of 128 tokens."""
+    odd, even = (
+        [post["sends"] for post in played[name]["posts"] if post["kind"] == "all_to_all_single"]
+        for name in ("MoE EP4, 127 tokens", "MoE EP4")
+    )
+    assert odd == even and [64 * 2 * HIDDEN] * 4 in odd
 
 
 def test_all_to_alls(played: dict[str, Any]) -> None:

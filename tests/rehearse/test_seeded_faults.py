@@ -95,6 +95,7 @@ def test_command_line(tmp_path: Path, gpu_gb: float) -> None:
         "every conversation has 1,024 tokens; 1 of 1 update with 2 of 2 micro-batches on each rank",
         "no rank would wait for ever",
         "pipeline: stage 1 (ranks 4-7) does 1.2 times the work of the mean stage: the others wait",
+        "idle in log-probs and updates, modelled: 33% (ranks 4-7) to",
         "the fullest node (ranks 0-7) needs",
         "the largest of the trainer's tensors on ranks 0-3:",
         f"(actor update on ranks 0-3), which {'fits' if fits else 'does not fit'} on a GPU of {gpu_gb:g} GB",
