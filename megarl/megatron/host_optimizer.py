@@ -64,14 +64,15 @@ class HostAdamW(HybridDeviceOptimizer):
         """Build Megatron's optimizers, and allocate moments of zeros and the host's copies of gradients."""
         super()._init_sub_optimizers()
         for inner in self.sub_optimizers:
-            steps = isinstance(inner, torch.optim.AdamW)
-            for param in (param for group in inner.param_groups for param in group["params"]):
-                inner.state[param] = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
-                inner.state[param] |= {"step": torch.tensor(0.0)} if steps else {}
+            for group in inner.param_groups:
+                if not isinstance(inner, torch.optim.AdamW):
+                    group["step"] = 0  # Transformer Engine counts steps per group, torch per parameter
+                for param in group["params"]:
+                    inner.state[param] = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
+                    inner.state[param] |= {"step": torch.tensor(0.0)} if isinstance(inner, torch.optim.AdamW) else {}
         masters = list(self.cpu_copys_map_gpu_param)
         for master, grad in zip(masters, allocate_pinned([master.shape for master in masters]), strict=True):
             master.grad = self.cpu_copy_map_grad[master] = grad
-        self.set_step_count(0)
         self._sync_sub_optimizers_state_to_hdo()
 
     @torch.no_grad()
@@ -79,16 +80,6 @@ class HostAdamW(HybridDeviceOptimizer):
         """Set all masters to the weights."""
         for param, master in self.param_to_fp32_param.items():
             master.copy_(param)
-
-    def set_step_count(self, steps: int) -> None:
-        """Set AdamW's step count: per parameter in torch, per group in Transformer Engine."""
-        for inner in self.sub_optimizers:
-            if isinstance(inner, torch.optim.AdamW):
-                for state in inner.state.values():
-                    state["step"].fill_(steps)
-            else:
-                for group in inner.param_groups:
-                    group["step"] = steps
 
 
 class _UnshardedHostAdamW(HostAdamW):

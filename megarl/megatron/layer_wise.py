@@ -8,13 +8,11 @@ parameters are in buffers of their own, with Megatron's distributed optimizer.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from megatron.core import optimizer as core_optimizer
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer, tag_params_for_buffer_routing
 from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer
@@ -57,30 +55,6 @@ class LayerWiseOptimizer(LayerWiseDistributedOptimizer):  # type: ignore[misc]
         for param in self.params:
             master = getattr(param, "main_param", param)
             yield param, {"param": master.detach(), "momentum_buffer": momentum[master]["momentum_buffer"]}
-
-    def sharded_states(self, sharded_by_param: dict[torch.Tensor, Any]) -> dict[str, Any]:
-        """Return requests for the states of this rank's matrices, for `dist_checkpointing.load`, by number and name."""
-        return {
-            str(number): {name: _request(sharded_by_param[param], name, state) for name, state in states.items()}
-            for number, (param, states) in enumerate(self.states())
-        }
-
-    @torch.no_grad()
-    def load_states(self, loaded: dict[str, dict[str, torch.Tensor]]) -> None:
-        """Copy the tensors that were read for `sharded_states` into masters and momentum."""
-        for number, (_, states) in enumerate(self.states()):
-            for name, state in states.items():
-                state.copy_(loaded[str(number)][name].view(state.shape))
-
-
-def _request(sharded: Any, name: str, state: torch.Tensor) -> Any:
-    """Return a matrix's sharded tensor, or factory of them, with the key of one of its states.
-
-    Only one data parallel rank asks for a matrix, so it counts as the first of its replicas.
-    """
-    dtype = {"dtype": state.dtype} if isinstance(sharded, ShardedTensor) else {}
-    key, replica = f"optimizer.state.{name}.{sharded.key}", (*sharded.replica_id[:-1], 0)
-    return replace(sharded, key=key, data=torch.empty_like(state), replica_id=replica, **dtype)
 
 
 core_optimizer.LayerWiseDistributedOptimizer = LayerWiseOptimizer

@@ -34,30 +34,42 @@ from megarl.models.layout_algebra import range_chunks
 from megarl.parallel.ranks import use_member_world
 
 
-def local_state_shards(part: Any, model_state: dict[str, Any]) -> list[ShardedTensor]:
-    """Return this rank's masters and moments in one of Megatron's distributed optimizers as sharded tensors.
+def local_state_shards(part: Any, model_state: dict[str, Any], is_loading: bool = False) -> list[ShardedTensor]:
+    """Return this rank's masters and moments in one of Megatron's optimizers as sharded tensors.
 
-    Keys and shapes are those that `sharded_param_state_fully_reshardable` requests on loading. The data are views that
-    the next update changes.
+    The data are views, which a load fills in place, and the next update changes.
 
     model_state: the model's sharded state dict.
+    is_loading: include those that a save leaves to another rank, which has the same elements.
     """
-    sharded_by_param, shards = _sharded_by_param(model_state), list[ShardedTensor]()
+    sharded_by_param = _sharded_by_param(model_state)
+    return [
+        shard
+        for param, start, states in _iter_states(part)
+        for name, flat in states.items()
+        for shard in _shard_flat_range(sharded_by_param[param], f"optimizer.state.{name}.", flat, start, is_loading)
+    ]
+
+
+def _iter_states(part: Any) -> Iterator[tuple[torch.nn.Parameter, int, dict[str, torch.Tensor]]]:
+    """Iterate over (parameter, number of this rank's first element, flat master and moments of these in place)."""
     if isinstance(part, LayerWiseOptimizer):
         for param, states in part.states():
-            for name, value in states.items():
-                shards += _shard_flat_range(sharded_by_param[param], f"optimizer.state.{name}.", value.view(-1), 0)
-        return shards
-    if part.ddp_config.use_megatron_fsdp:
-        return list(nested_values(_fsdp_states(part, model_state)))
-    for buffer in part.gbuf_ranges:
-        for bucket in (bucket for buckets in buffer.values() for bucket in buckets):
-            for param, ranges in bucket["param_map"].items():
-                values, start = part._get_main_param_and_optimizer_states(param), ranges["param"].start
-                for state in ("param", "exp_avg", "exp_avg_sq"):
-                    flat = values[state].detach().view(-1).float()
-                    shards += _shard_flat_range(sharded_by_param[param], f"optimizer.state.{state}.", flat, start)
-    return shards
+            yield param, 0, {name: value.view(-1) for name, value in states.items()}
+    elif part.ddp_config.use_megatron_fsdp:
+        for chunk in part.model_chunks:
+            for param, master, start in chunk.masters():
+                yield param, start, _flat_states({"param": master, **part.optimizer.state[master]})
+    else:
+        for buffer in part.gbuf_ranges:
+            for bucket in (bucket for buckets in buffer.values() for bucket in buckets):
+                for param, ranges in bucket["param_map"].items():
+                    states = part._get_main_param_and_optimizer_states(param)
+                    yield param, ranges["param"].start, _flat_states(states)
+
+
+def _flat_states(states: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: _local(states[name]).detach().view(-1) for name in ("param", "exp_avg", "exp_avg_sq")}
 
 
 def shard_weights(chunk: fsdp.ShardedModel, model_state: dict[str, Any], is_loading: bool) -> dict[str, Any]:
@@ -99,29 +111,6 @@ def _fill(flat: torch.Tensor, pieces: Mapping[str, torch.Tensor]) -> None:
         flat.copy_(torch.cat([pieces[str(number)].flatten() for number in range(len(pieces))]))
 
 
-def _fsdp_states(part: Any, model_state: dict[str, Any], is_loading: bool = False) -> dict[str, Any]:
-    """Return this rank's masters and moments of a model with FSDP as sharded tensors, by number and name."""
-    sharded_by_param = _sharded_by_param(model_state)
-    return {
-        f"{number}.{name}": _numbered(
-            _shard_flat_range(
-                sharded_by_param[param], f"optimizer.state.{name}.", flat, start, with_replicas=is_loading
-            )
-        )
-        for number, (param, start, states) in enumerate(_iter_fsdp_states(part))
-        for name, flat in states.items()
-    }
-
-
-def _iter_fsdp_states(part: Any) -> Iterator[tuple[torch.nn.Parameter, int, dict[str, torch.Tensor]]]:
-    """Iterate over (parameter, number of this rank's first element, flat master and moments of these in place)."""
-    for chunk in part.model_chunks:
-        for param, master, start in chunk.masters():
-            moments = part.optimizer.state[master]
-            values = {"param": master, **{name: moments[name] for name in ("exp_avg", "exp_avg_sq")}}
-            yield param, start, {name: _local(value).detach().view(-1) for name, value in values.items()}
-
-
 def _sharded_by_param(model_state: dict[str, Any]) -> dict[torch.Tensor, Any]:
     """Return the model's sharded tensors, and factories of them, by parameter."""
     sharded_tensors, _ = extract_sharded_tensors_and_factories(model_state)
@@ -160,6 +149,7 @@ def _shard_flat_range(
                 data=chunk.view(local_shape),
                 dtype=chunk.dtype,
                 local_shape=local_shape,
+                allow_shape_mismatch=piece.allow_shape_mismatch,  # of a vocabulary, which is padded for each tp
                 global_shape=piece.global_shape,
                 global_offset=(*piece.global_offset[:prepended_axes], *(first + skipped for first, skipped in starts)),
                 axis_fragmentations=None,  # no regular grid
@@ -278,79 +268,40 @@ def iter_step_holders(optimizer: Any) -> Iterator[dict[str, Any]]:
 
 
 def sharded_state(optimizer: Any, model_state: dict[str, Any], is_loading: bool) -> dict[str, Any]:
-    """Return masters and moments for Megatron's distributed checkpoint, loadable in any layout by `load_state`.
+    """Return masters and moments for Megatron's distributed checkpoint, which may be loaded in any layout.
 
-    The configuration owns settings such as betas, and the scheduler has the step count. Megatron's own version fails if
-    a pipeline stage has no experts or a rank's shard has no parameters, and gathers everything on the first data
-    parallel rank.
+    A load fills them in place, so that it needs no memory for a second copy; `set_step_count` is to follow. The
+    configuration owns settings such as betas, and the scheduler has the step count. Megatron's own version fails if a
+    pipeline stage has no experts or a rank's shard has no parameters, gathers everything on the first data parallel
+    rank, and loads whole parameters into new host memory on each of them.
     """
     parts = {**dict(_dist_optimizers(optimizer)), **_layer_wise_optimizers(optimizer)}
     if not is_loading:
         return {name: local_state_shards(part, model_state) for name, part in parts.items()}
-    return {name: _state_requests(part, model_state) for name, part in parts.items()}
+    for _, part in _dist_optimizers(optimizer):
+        if not part.ddp_config.use_megatron_fsdp and not part.optimizer.state:
+            _allocate_states(part)
+    return {name: _numbered(local_state_shards(part, model_state, is_loading=True)) for name, part in parts.items()}
 
 
-def _state_requests(part: Any, model_state: dict[str, Any]) -> dict[str, Any]:
-    """Return the requests for one of Megatron's optimizers, for `dist_checkpointing.load`."""
-    if isinstance(part, LayerWiseOptimizer):
-        return part.sharded_states(_sharded_by_param(model_state))
-    if part.ddp_config.use_megatron_fsdp:
-        return _fsdp_states(part, model_state, is_loading=True)
-    requests: dict[str, Any] = part.sharded_param_state_fully_reshardable(model_state, True, {})
-    return requests
+def _allocate_states(part: Any) -> None:
+    """Allocate moments in Transformer Engine's optimizer, which has none before its first step."""
+    groups = [
+        {**{key: value for key, value in group.items() if key != "params"}, "step": 0}
+        for group in part.optimizer.param_groups
+    ]
+    part.load_state_dict({"optimizer": {"param_groups": groups}})
 
 
-def load_state(optimizer: Any, state: dict[str, Any], steps: int) -> None:
-    """Load the state that was read for `sharded_state`. steps: the number of updates so far."""
-    for name, layer_wise in _layer_wise_optimizers(optimizer).items():
-        layer_wise.load_states(state.get(name, {}))
-    for name, part in _dist_optimizers(optimizer):
-        if isinstance(part.optimizer, HostAdamW):
-            _load_host_states(part, state[name])
-            part.optimizer.set_step_count(steps)
-            continue
-        if part.ddp_config.use_megatron_fsdp:
-            _load_fsdp_states(part, state[name], steps)
-            continue
-        groups = [
-            {**{key: value for key, value in group.items() if key != "params"}, "step": steps}
-            for group in part.optimizer.param_groups
-        ]
-        param_state = {"param_state": state[name], "param_state_sharding_type": "fully_reshardable"}
-        part.load_state_dict({"optimizer": {"param_groups": groups}, **param_state})
-        for values in part.optimizer.state.values() if isinstance(part.optimizer, torch.optim.AdamW) else ():
-            # Megatron shares one tensor among all parameters, and AdamW would increment it once per parameter.
-            values["step"] = values["step"].clone()
-
-
-@torch.no_grad()
-def _load_host_states(part: Any, loaded: dict[int, dict[str, torch.Tensor]]) -> None:
-    """Copy loaded masters and moments [whole parameter] into those of this rank's shards, in Megatron's order."""
-    spans = {
-        param: ranges["param"]
-        for buffers in part.gbuf_ranges
-        for buckets in buffers.values()
-        for bucket in buckets
-        for param, ranges in bucket["param_map"].items()
-    }
-    params = (param for buffer in part.buffers for param in buffer.param_index_map)
-    for number, param in enumerate(params):
-        if param in spans:
-            states, span = part._get_main_param_and_optimizer_states(param), spans[param]
-            for name in ("param", "exp_avg", "exp_avg_sq"):
-                states[name].copy_(loaded[number][name].flatten()[span.start : span.end])
-
-
-@torch.no_grad()
-def _load_fsdp_states(part: Any, loaded: dict[str, dict[str, torch.Tensor]], steps: int) -> None:
-    """Copy the tensors that were read for `_fsdp_states` into masters and moments."""
-    for number, (_, _, states) in enumerate(_iter_fsdp_states(part)):
-        for name, flat in states.items():
-            _fill(flat, loaded.get(f"{number}.{name}", {}))
-    states = part.optimizer.state.items()
-    for holder in (*part.optimizer.param_groups, *(values for master, values in states if _local(master).numel())):
-        if "step" in holder:  # AdamW counts no steps of a parameter of which this rank has nothing
-            holder["step"] = torch.tensor(float(steps)) if torch.is_tensor(holder["step"]) else steps
+def set_step_count(optimizer: Any, steps: int) -> None:
+    """Set AdamW's number of updates: per parameter in torch, per group in Transformer Engine."""
+    for inner in _inner_adams(optimizer):
+        states = (values for master, values in inner.state.items() if _local(master).numel())  # torch skips empty ones
+        for holder in (*inner.param_groups, *states):
+            if isinstance(holder.get("step"), torch.Tensor):
+                holder["step"].fill_(steps)
+            elif "step" in holder:
+                holder["step"] = steps
 
 
 def _dist_optimizers(optimizer: Any) -> list[tuple[str, Any]]:
@@ -372,7 +323,15 @@ def _layer_wise_optimizers(optimizer: Any) -> dict[str, LayerWiseOptimizer]:
 def _inner_optimizers(optimizer: Any, on_host: bool = True) -> list[torch.optim.Optimizer]:
     """Return the optimizers inside Megatron's wrappers, with those on the host or without."""
     layer_wise = _layer_wise_optimizers(optimizer).values()
-    inner = [part.optimizer for parts in layer_wise for part in parts.chained_optimizers]
+    return [
+        *(part.optimizer for parts in layer_wise for part in parts.chained_optimizers),
+        *_inner_adams(optimizer, on_host),
+    ]
+
+
+def _inner_adams(optimizer: Any, on_host: bool = True) -> list[torch.optim.Optimizer]:
+    """Return those of `_inner_optimizers` that are AdamW."""
+    inner = list[torch.optim.Optimizer]()
     for _, part in _dist_optimizers(optimizer):
         if not isinstance(part.optimizer, HostAdamW):
             inner.append(part.optimizer)

@@ -622,7 +622,5 @@ class MegatronModel:
             guards = state.get("guards", {})
             self._rollback_snapshot.previous_updates = int(guards.get("before", 0))
             self.oom_retry.load_state_dict(guards)
-            optimizer.load_state(
-                self.optimizer, state.get("optimizer", {}), updates + self._rollback_snapshot.previous_updates
-            )
+            optimizer.set_step_count(self.optimizer, updates + self._rollback_snapshot.previous_updates)
             optimizer.set_schedule_step(self.scheduler, updates)

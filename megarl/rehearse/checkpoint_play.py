@@ -52,17 +52,13 @@ def list_written(state: Mapping[str, Any]) -> list[torch.Tensor]:
 def play_resume(models: Iterable[MegatronModel]) -> dict[str, int]:
     """Build what a checkpoint is loaded into, like `restore_model`. Collective over the ranks of each model.
 
-    Returns `resume`, the bytes that this rank reads, replicas included, and `resume_host`, those that it reads into
-    host memory.
+    Returns `resume`, the bytes that this rank reads, replicas included. They are read into tensors that exist already.
     """
-    read, hosts = 0, list[int]()
+    read = 0
     for model in models:
         with ranks.use_layout(model.ranks):
             template = model.sharded_state_dict(is_loading=True)
         sharded, _ = save_preprocess(template, validate_access_integrity=False)
         tensors = [item for item in nested_values(sharded) if isinstance(item, ShardedTensor)]
         read += sum(item.dtype.itemsize * torch.Size(item.local_shape).numel() for item in tensors)
-        on_host = [item.data for item in tensors if item.data is not None and not item.data.is_meta]
-        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in on_host}
-        hosts.append(sum(storages.values()))  # of a model at a time
-    return {"resume": read, "resume_host": max(hosts, default=0)}
+    return {"resume": read}

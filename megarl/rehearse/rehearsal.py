@@ -356,7 +356,7 @@ def _describe_sizes(kinds: Sequence[KindReport]) -> list[str]:
     if "checkpoint" in most:
         lines.append(
             f"checkpoint: a rank writes {most['checkpoint']} at most, copies {most['snapshot']} to the host "
-            f"first, and reads {most['resume']}, {most['resume_host']} of it into host memory"
+            f"first, and reads {most['resume']}"
         )
     return lines
 

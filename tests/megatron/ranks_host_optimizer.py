@@ -20,6 +20,7 @@ from ranks_layout import equal, policy_loss, states, value_loss  # noqa: E402
 
 from megarl.models.layout_algebra import shard  # noqa: E402
 from megarl.parallel import ranks as parallel_ranks  # noqa: E402
+from megarl.rehearse.peak_memory import PeakMemory  # noqa: E402
 
 ADAM: dict[str, Any] = dict(lr=0.01, weight_decay=0.1, max_grad_norm=0.5, schedule="constant", warmup_fraction=0.0)
 BF16, LORA = {"model": {"dtype": "bfloat16"}}, {"lora": {"rank": 4}}
@@ -35,9 +36,26 @@ CASES: dict[str, tuple[str, str, dict[str, Any], float]] = {
 """Name -> family, role, layout and sections, share on the host."""
 
 
+def restore_in_place(model: Any, folder: Path) -> bool:
+    """Restore a checkpoint. Return whether less memory than that of the weights was needed beside weights and states.
+
+    What is needed is a stored tensor at a time, and a copy of weights that are stored in parts.
+    """
+    from megarl.megatron.dist_checkpoint import restore_model
+    from megarl.megatron.optimizer import state_tensors
+
+    weights = [param for chunk in model.chunks for param in chunk.parameters()]
+    memory = PeakMemory("cpu", block=1)
+    memory.track([*weights, *state_tensors(model.optimizer)])
+    before = memory.live
+    with memory:
+        restore_model(model, folder)
+    return 0 < memory.peak - before < sum(weight.nbytes for weight in weights)
+
+
 def check(name: str, folder: Path) -> dict[str, Any]:
     from megarl.megatron import optimizer
-    from megarl.megatron.dist_checkpoint import async_copy_bytes, restore_model
+    from megarl.megatron.dist_checkpoint import async_copy_bytes
     from megarl.megatron.trainer_model import MegatronModel
 
     family, role, sections, share = CASES[name]
@@ -80,7 +98,7 @@ def check(name: str, folder: Path) -> dict[str, Any]:
         tiny.save_model(model, path)
     resumed = build(share), build(0.0), build(1.0 - share / 2)
     for model, path in zip(resumed, (device_folder, host_folder, host_folder), strict=True):
-        restore_model(model, path)
+        result["restored in place"] = restore_in_place(model, path) and result.get("restored in place", True)
     result["restored"] = [equal(on_device, model) for model in resumed]
     for model in (on_device, *resumed):
         train(model, 2)

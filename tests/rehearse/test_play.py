@@ -47,6 +47,7 @@ CASES: dict[str, tuple[str, int, list[str]]] = {
     "dense": ("dense", 1, []),
     "states on the host": ("dense", 1, ["actor_optimizer.offload_fraction=1"]),
     "half of the states on the host": ("dense", 1, ["actor_optimizer.offload_fraction=0.5"]),
+    "states on the host, resumed": ("dense", 1, ["actor_optimizer.offload_fraction=1", "run.save_every=1"]),
     "FP8": ("dense", 1, ["model.megatron.fp8=hybrid"]),
     "LoRA": ("dense", 1, [*LORA, "lora.rank=8"]),
     "LoRA, rank 24": ("dense", 1, [*LORA, "lora.rank=24"]),
@@ -117,6 +118,12 @@ def test_states_on_the_host(played: dict[str, Any]) -> None:
     less, more = (played["dense"][name] - played["half of the states on the host"][name] for name in ("built", "host"))
     assert 6 * params <= less + 512 * 100 < 6 * params + 12 * VOCAB * HIDDEN + 512 * 200
     assert 8 * params <= -more < 12 * params + 16 * VOCAB * HIDDEN
+
+
+def test_resuming_needs_no_second_copy_of_states_on_the_host(played: dict[str, Any]) -> None:
+    """Masters and moments are read into the memory that they have."""
+    needed, without = (played[f"states on the host{name}"]["host"] for name in (", resumed", ""))
+    assert 0 <= needed - without < 0.01 * 12 * LINEAR
 
 
 def test_fp8_copies_of_weights(played: dict[str, Any]) -> None:
