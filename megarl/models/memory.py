@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import json
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -38,6 +39,7 @@ from megarl.models.layout_algebra import (
     local_shape,
 )
 from megarl.models.lora_tables import adapted_weights, adapter_params, factor_params
+from megarl.models.megatron_fields import FP8_RECIPE
 from megarl.models.pipeline_stages import stage_layers
 from megarl.models.registry import family_of, num_trained_mtp
 from megarl.parallel.placement import has_separate_reference, placement_of, role_config, split_role
@@ -52,6 +54,8 @@ from megarl.parallel.policy_configs import (
 from megarl.types.requirements import Requirements
 
 REWARD_WEIGHTS = "reward model weights"
+FP8_COPIES = "FP8 copies of weights"
+"""With FP8 training, what Transformer Engine's linear layers have from their first pass on, beside their weights."""
 STATES_PER_REQUEST = 5
 """States of delta nets that SGLang holds per running request: its own, and those of prefixes in the radix cache."""
 
@@ -61,7 +65,8 @@ class StageMemory:
     """Memory, in bytes, of each rank of a pipeline stage of a model.
 
     During training the engine sleeps and holds no memory. During weight sync and generation the states of actor and
-    critic stay on the device or, with `train.offload`, are offloaded, except for the weights being synced.
+    critic stay on the device or, with `train.offload`, are offloaded, except for the weights being synced, and for FP8
+    copies of weights.
     """
 
     stage: int
@@ -84,12 +89,10 @@ class StageMemory:
     @property
     def generation_total(self) -> int:
         # A reward model is onloaded for scoring while the engine is awake.
-        states = self.states.get(REWARD_WEIGHTS, 0) if self.is_offloaded else sum(self.states.values())
-        return states + sum(self.generation.values())
+        return self._states_beside_engine(REWARD_WEIGHTS) + sum(self.generation.values())
 
     def other_engine_total(self, role: str) -> int:
-        states = 0 if self.is_offloaded else sum(self.states.values())
-        return states + sum(self.other_engines[role].values())
+        return self._states_beside_engine() + sum(self.other_engines[role].values())
 
     @property
     def weight_sync_total(self) -> int:
@@ -99,9 +102,15 @@ class StageMemory:
         return self._sync_total(actor, self.other_syncs[actor])
 
     def _sync_total(self, actor: str, parts: Mapping[str, int]) -> int:
-        weights = f"{actor.replace('_', ' ')} weights"
-        states = self.states.get(weights, 0) if self.is_offloaded else sum(self.states.values())
-        return states + sum(parts.values())
+        return self._states_beside_engine(f"{actor.replace('_', ' ')} weights") + sum(parts.values())
+
+    def _states_beside_engine(self, onloaded: str = "") -> int:
+        """Return the bytes of states on the device beside an engine. onloaded: the part that `train.offload` leaves."""
+        return sum(
+            size
+            for name, size in self.states.items()
+            if not self.is_offloaded or name == onloaded or name.endswith(FP8_COPIES)
+        )
 
     @property
     def peak(self) -> int:
@@ -117,6 +126,7 @@ class InferenceStage(NamedTuple):
     weights: int
     activations: int  # of one layer at a time
     logits: int = 0
+    copies: int = 0  # of weights in FP8
 
 
 class TrainedStage(NamedTuple):
@@ -234,6 +244,8 @@ def plan_memory(
             if not numbers:
                 continue
             fullest = max((inference[role][number] for number in numbers), key=lambda part: part.weights)
+            if config.model.megatron.get("fp8"):
+                states[f"{'reward model' if role == 'reward' else role} {FP8_COPIES}"] = fullest.copies
             if role == "reward":  # it scores while the engine is awake
                 states[REWARD_WEIGHTS] = fullest.weights
                 generation["reward model activations"] = fullest.activations
@@ -279,7 +291,9 @@ def plan_memory(
                 )
                 host["last good policy"] = host.get("last good policy", 0) + model_bytes
         if requirements.has_rollout and requirements.trained_roles and config.train.offload and states:
-            host["states, while generating"] = sum(states[name] for name in states if "gradients" not in name)
+            host["states, while generating"] = sum(
+                size for name, size in states.items() if "gradients" not in name and not name.endswith(FP8_COPIES)
+            )
         if engine and syncs_adapters(config) and not serves_adapters(config):
             host["engine weights before merging"] = adapted_bytes(hf, config, size)
         if engine and sleeps_with_weights(config, requirements.roles, "rollout"):
@@ -352,12 +366,15 @@ def _trained_stages(hf: HFConfig, job_config: Config, role: str, tokens: int) ->
     variant = ModelVariant(not is_actor, config.lora, bool(mtp), indexer, frozen_tower)
     by_stage = stage_elements(hf, parallel, layers, variant)
     matrices = stage_matrices(hf, parallel, layers, variant) if is_muon else [((), ())] * len(layers)
+    copies = stage_fp8_copies(hf, parallel, layers, settings, variant)
     for stage, elements in enumerate(by_stage):
         packed = [pack(each, ranks) for each, ranks in zip(matrices[stage], (dp, expert_dp), strict=True)]
         whole = state_bytes(elements, dp, expert_dp, size, fraction, *packed)
         stored = sharded_state_bytes(elements, dp, expert_dp, size) if config.train.fsdp else whole
         parts = stored, offloaded_bytes(elements, dp, expert_dp, fraction)
         states, host = ({f"{role.replace('_', ' ')} {part}": amount for part, amount in each.items()} for each in parts)
+        if settings.get("fp8"):
+            states[f"{role.replace('_', ' ')} {FP8_COPIES}"] = copies[stage]
         saved, work, inputs = training_bytes(settings, layers, stage, parallel, tokens, size, mtp, replays, indices)
         logits = _logits_bytes(hf, config, tokens, size) if is_actor and stage == len(layers) - 1 else 0
         activations = saved + max(work - logits, 0)  # the work of a layer begins when the logits are gone
@@ -374,13 +391,15 @@ def inference_stages(
     """Return the memory of an inference-only model by pipeline stage. head: whether it has a value head."""
     parallel, tokens, size = config.parallel, _tokens(config, requirements), DTYPE_BYTES[dtype]
     settings, layers = _settings_and_layers(hf, config)
-    stages = []
-    for stage_layer_ids, elements in zip(layers, stage_elements(hf, parallel, layers, ModelVariant(head)), strict=True):
+    stages, variant = [], ModelVariant(head)
+    by_stage = stage_elements(hf, parallel, layers, variant)
+    copies = stage_fp8_copies(hf, parallel, layers, settings, variant, trains=False)
+    for stage_layer_ids, elements, copied in zip(layers, by_stage, copies, strict=True):
         widest = max((layer_elements(settings, layer, parallel.etp) for layer in stage_layer_ids), default=0)
         weights = size * (sum(elements) - elements.biases) + 4 * elements.biases
         logits = 0 if head or stage_layer_ids != layers[-1] else _logits_bytes(hf, config, tokens, size)
         activations = max(size * widest * tokens // parallel.tp - logits, 0)  # a layer's, before the logits
-        stages.append(InferenceStage(stage_layer_ids, weights, activations, logits))
+        stages.append(InferenceStage(stage_layer_ids, weights, activations, logits, copied))
     return stages
 
 
@@ -494,6 +513,40 @@ def stage_matrices(
     return [(sizes_of(set(names), "dense"), sizes_of(set(names), "expert")) for names in _parts_of_stages(stages)]
 
 
+_LINEAR = re.compile(r"(decoder|mtp)\..*\.(linear_\w+|in_proj|out_proj|eh_proj)\.weight")
+"""Canonical names of weights of Transformer Engine's linear layers. Embedding, router, output layer, value head,
+adapters and vision tower are computed without it."""
+_FP8_SCALES = {"blockwise": 4 / BLOCK**2, "mxfp8": 1 / 32}
+"""Bytes of scales per element by `fp8_recipe`; otherwise there is one scale for a matrix."""
+
+
+def stage_fp8_copies(
+    hf: HFConfig,
+    parallel: ParallelConfig,
+    stages: Sequence[Sequence[int]],
+    settings: Mapping[str, Any],
+    variant: ModelVariant = POLICY,
+    trains: bool = True,
+) -> list[int]:
+    """Return the bytes of FP8 copies of weights on one rank of each stage; 0 for all without FP8.
+
+    Each of Transformer Engine's linear layers has a copy of its weight by rows, for outputs, and if the model `trains`
+    another by columns, for gradients of inputs. They exist from its first pass on, also while engines generate.
+
+    settings: see `megatron_settings`. Other arguments are those of `stage_elements`.
+    """
+    if not settings.get("fp8") or settings.get("disable_parameter_transpose_cache"):
+        return [0] * len(stages)
+    rows = _list_rows(_to_json(hf), parallel.tp, parallel.etp, parallel.ep, variant)
+    elements = {part: sum(row.size * row.copies for row in each if row.is_linear) for part, each in rows.items()}
+    if settings.get("first_last_layers_bf16"):
+        layers = range(int(settings["num_layers"]))
+        first, last = (int(settings.get(f"num_layers_at_{end}_in_bf16", 1)) for end in ("start", "end"))
+        elements |= dict.fromkeys([*layers[:first], *layers[len(layers) - last :]], 0)
+    per_element = (1 + trains) * (1 + _FP8_SCALES.get(settings.get("fp8_recipe", FP8_RECIPE), 0))
+    return [ceil(per_element * sum(elements.get(part, 0) for part in parts)) for parts in _parts_of_stages(stages)]
+
+
 class PackedMatrices(NamedTuple):
     """The matrices of a rank's part of a model, each with its states on one of the data parallel ranks."""
 
@@ -523,6 +576,7 @@ class _Row(NamedTuple):
     size: int
     copies: int
     is_matrix: bool  # that Muon updates
+    is_linear: bool  # of Transformer Engine, in FP8 if that is set
 
 
 def _elements_by_part(hf: HFConfig, parallel: ParallelConfig, variant: ModelVariant) -> dict[int | str, ElementCounts]:
@@ -563,7 +617,9 @@ def _list_rows(text: str, tp: int, etp: int, ep: int, variant: ModelVariant) -> 
         end = next((part for part in BEFORE_DECODER if param.megatron.startswith(part)), "final")
         part = end if layer is None else layer
         is_matrix = len(shape) == 2 and not any(name in param.megatron for name in ("embed", "output_layer."))
-        rows.setdefault(part, []).append(_Row(field, size, count, is_matrix and field in ("dense", "expert")))
+        is_trained_matrix = is_matrix and field in ("dense", "expert")
+        is_linear = _LINEAR.fullmatch(param.megatron) is not None
+        rows.setdefault(part, []).append(_Row(field, size, count, is_trained_matrix, is_linear))
     if is_tied or variant.mtp:
         rows["embedding copy"] = rows["embedding."]
     return rows

@@ -28,7 +28,7 @@ from megarl.checkpoint.disk_space import format_bytes
 from megarl.config import Config, ConfigError
 from megarl.dry_run.layout_changes import describe_step
 from megarl.dry_run.validation import GPU_SIZES, Report
-from megarl.models.memory import StageMemory
+from megarl.models.memory import FP8_COPIES, StageMemory
 from megarl.rehearse import kind_order, play, sync_order
 from megarl.rehearse.peak_memory import LiveTensors
 from megarl.rehearse.play import PlayedRank
@@ -222,10 +222,13 @@ def _stages(families: Mapping[str, Family], world: int) -> list[tuple[int, ...]]
 
 
 def _peaks(played: PlayedRank, report: Report) -> dict[str, int]:
-    """Return a rank's peaks with what the plan says that its engine needs."""
-    stage = _planned_stage(report, played)
-    peaks = dict(played.peaks)
-    for phase, parts in (("generate", stage.generation), ("weight_sync", stage.weight_sync)) if stage else ():
+    """Return a rank's peaks with what the plan says that its engine needs. FP8 copies of weights exist after the first
+    pass, so a rehearsed step generates without them, and later steps with them."""
+    stage, peaks = _planned_stage(report, played), dict(played.peaks)
+    if stage is None:
+        return peaks
+    copies = {name: size for name, size in stage.states.items() if name.endswith(FP8_COPIES)}
+    for phase, parts in (("generate", stage.generation | copies), ("weight_sync", stage.weight_sync)):
         planned = sum(size for name, size in parts.items() if name not in PLAYED_PARTS)
         peaks[phase] = peaks.get(phase, 0) + planned
     return peaks

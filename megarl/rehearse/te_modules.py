@@ -57,9 +57,9 @@ def _weight_grad(weight: torch.Tensor, is_fused: bool) -> torch.Tensor:
 
 
 class Recipe:
-    """A way to scale FP8 tensors. elements_per_scale: 0 for one scale in all."""
+    """A way to scale FP8 tensors. elements_per_scale, elements_per_weight_scale: 0 for one scale in all."""
 
-    elements_per_scale, scale_dtype = 0, torch.float32
+    elements_per_scale, elements_per_weight_scale, scale_dtype = 0, 0, torch.float32
 
     def __init__(self, **options: Any) -> None:
         self.__dict__ |= options
@@ -72,11 +72,11 @@ class Float8CurrentScaling(Recipe): ...
 
 
 class Float8BlockScaling(Recipe):
-    elements_per_scale = 128  # a weight has fewer, one for 128 x 128
+    elements_per_scale, elements_per_weight_scale = 128, 128 * 128
 
 
 class MXFP8BlockScaling(Recipe):
-    elements_per_scale, scale_dtype = 32, torch.uint8
+    elements_per_scale, elements_per_weight_scale, scale_dtype = 32, 32, torch.uint8
 
 
 class FP8State:
@@ -106,7 +106,9 @@ def fp8_autocast(enabled: bool = True, fp8_recipe: Recipe | None = None, **_: An
         FP8State.recipe = before
 
 
-def _quantize(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantize(
+    x: torch.Tensor, group: dist.ProcessGroup | None = None, is_weight: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return an FP8 copy of x, in one direction of a matrix product, and its scales.
 
     group: ranks that have other rows of the same matrix, and need the same scale where there is only one.
@@ -115,7 +117,8 @@ def _quantize(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> tuple[
     assert recipe is not None
     if x.shape[-1] % 16 or x.numel() // x.shape[-1] % 8:
         raise ValueError(f"FP8 products need multiples of 8 rows and 16 columns, not {tuple(x.shape)}")
-    scales = -(-x.numel() // recipe.elements_per_scale) if recipe.elements_per_scale else 1
+    elements = recipe.elements_per_weight_scale if is_weight else recipe.elements_per_scale
+    scales = -(-x.numel() // elements) if elements else 1
     if group is not None and not recipe.elements_per_scale:
         dist.all_reduce(x.new_empty(1, dtype=torch.float32), dist.ReduceOp.MAX, group=group)
     return x.new_empty(x.shape, dtype=torch.uint8), x.new_empty(scales, dtype=recipe.scale_dtype)
@@ -133,7 +136,7 @@ class _FP8Weights:
             return
         for is_transposed in (False, True) if trains else (False,):
             if is_transposed not in self._copies:
-                copies = [_quantize(weight) for weight in weights]
+                copies = [_quantize(weight, is_weight=True) for weight in weights]
                 if is_cached:
                     self._copies[is_transposed] = copies
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from megarl.models.memory import (
     pack,
     plan_memory,
     stage_elements,
+    stage_fp8_copies,
     state_bytes,
     sync_staging_bytes,
     unique_params,
@@ -396,6 +398,31 @@ def test_offload_moves_states_to_host_while_generating() -> None:
     assert leave.host["reference weights"] == stay.host["reference weights"]
 
 
+@pytest.mark.parametrize(("recipe", "scales"), [(None, 0.0), ("blockwise", 4 / 128**2), ("mxfp8", 1 / 32)])
+def test_fp8_copies_of_weights_stay_while_engines_generate(recipe: str | None, scales: float) -> None:
+    fp8 = {"fp8": "hybrid"} | ({"fp8_recipe": recipe} if recipe else {})
+    models = ({"dtype": "bfloat16", "megatron": settings} for settings in ({}, fp8))
+    configs = (make_config(model=model, train={"offload": True}) for model in models)
+    before, after = (plan_stages(QWEN2, config, QWEN2)[0] for config in configs)
+    # Four layers: queries, keys and values, attention's output, gate and up, down. Each in two copies.
+    elements = 4 * (64 * (4 + 2 * 2) * 16 + 64 * 64 + 3 * 64 * 96)
+    copies = {f"{role} FP8 copies of weights": ceil(2 * elements * (1 + scales)) for role in ("actor", "critic")}
+    assert after.states == before.states | copies and after.is_offloaded
+    for phase in ("training_total", "generation_total", "weight_sync_total"):
+        assert getattr(after, phase) == getattr(before, phase) + sum(copies.values()), phase
+    assert after.host == before.host
+
+
+def test_a_model_that_is_not_trained_has_one_fp8_copy_of_each_weight() -> None:
+    model = {"dtype": "bfloat16", "megatron": {"fp8": "hybrid"}}
+    config = make_config(model=model)
+    (served,) = inference_stages(MOE, config, load_requirements(config), head=True)
+    (trained,) = plan_stages(MOE, make_config(algorithm="sft", model=model))
+    assert 2 * served.copies == trained.states["actor FP8 copies of weights"] > 0
+    layers = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 2, "num_layers_at_end_in_bf16": 0}
+    assert stage_fp8_copies(MOE, config.parallel, [(0, 1)], {"fp8": "e4m3", "num_layers": 2} | layers) == [0]
+
+
 def test_guard_keeps_last_good_policy_on_host() -> None:
     (stage,) = plan_stages(QWEN2, make_config(guards={"ppo_kl": 0.05}), QWEN2)
     assert stage.host["last good policy"] == stage.states["actor weights"] + stage.states["actor optimizer"]
@@ -577,7 +604,7 @@ def test_teacher_adds_weights_and_computes_between_generations() -> None:
 def test_foreign_classifier_is_replicated() -> None:
     bert = {"num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 64}
     (stage,) = classifier_stages(bert, 1000, "float32", make_config())
-    assert stage == ((0, 1, 2), 4000, 4 * 3072 * (6 * 32 + 3 * 64), 0)
+    assert stage == ((0, 1, 2), 4000, 4 * 3072 * (6 * 32 + 3 * 64), 0, 0)
 
 
 def test_lora_has_gradients_and_states_of_adapters_only() -> None:

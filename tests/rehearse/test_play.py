@@ -11,7 +11,10 @@ import pytest
 import yaml
 from rehearsal_cases import run_cases
 
+from megarl.config import load_config
+from megarl.controllers.controller import load_requirements
 from megarl.models.activation_memory import RECOMPUTED_TENSORS
+from megarl.models.memory import plan_memory
 
 HIDDEN, HEADS, GROUPS, HEAD, FFN, WIDTH, VOCAB, LAYERS = 256, 4, 2, 64, 384, 128, 512, 4
 EXPERTS, TOPK, LENGTH, SEQUENCES = 4, 2, 128, 8
@@ -43,12 +46,16 @@ SELECTIVE = ["model.megatron.recompute_granularity=selective", "model.megatron.r
 LAYERWISE = ["model.megatron.recompute_granularity=full", "model.megatron.recompute_method=uniform"]
 LAYERWISE += ["model.megatron.recompute_num_layers=1"]
 LORA = ["lora.target_modules=[linear_fc2]"]
+FP8, BLOCKWISE = "model.megatron.fp8=hybrid", "model.megatron.fp8_recipe=blockwise"
+BF16_LAYER = ["model.megatron.first_last_layers_bf16=true", "model.megatron.num_layers_at_start_in_bf16=0"]
 CASES: dict[str, tuple[str, int, list[str]]] = {
     "dense": ("dense", 1, []),
     "states on the host": ("dense", 1, ["actor_optimizer.offload_fraction=1"]),
     "half of the states on the host": ("dense", 1, ["actor_optimizer.offload_fraction=0.5"]),
     "states on the host, resumed": ("dense", 1, ["actor_optimizer.offload_fraction=1", "run.save_every=1"]),
-    "FP8": ("dense", 1, ["model.megatron.fp8=hybrid"]),
+    "dense, FP8": ("dense", 1, [FP8]),
+    "dense, FP8 in blocks": ("dense", 1, [FP8, BLOCKWISE]),
+    "dense, FP8 but for a layer": ("dense", 1, [FP8, *BF16_LAYER]),
     "LoRA": ("dense", 1, [*LORA, "lora.rank=8"]),
     "LoRA, rank 24": ("dense", 1, [*LORA, "lora.rank=24"]),
     "CP2": ("dense", 2, ["parallel.cp=2"]),
@@ -59,12 +66,26 @@ CASES: dict[str, tuple[str, int, list[str]]] = {
     "MoE TP2 EP2": ("moe", 2, ["parallel.tp=2", "parallel.ep=2"]),
     "MoE EP4": ("moe", 4, ["parallel.ep=4"]),
     "MoE EP4, 127 tokens": ("moe", 4, ["parallel.ep=4", f"train.max_tokens_per_gpu={LENGTH - 1}"]),
+    "MoE TP2 EP2, FP8": ("moe", 2, ["parallel.tp=2", "parallel.ep=2", FP8]),
     "MoE EP2 with MTP": ("mtp", 2, ["parallel.ep=2", "train.mtp_loss_coef=0.1"]),
+    "MoE EP2 with MTP, FP8": ("mtp", 2, ["parallel.ep=2", "train.mtp_loss_coef=0.1", FP8]),
     "MoE EP2 without MTP": ("mtp", 2, ["parallel.ep=2"]),
 }
 """Model, number of ranks, and keys. The first rank is played."""
 LINEAR = LAYERS * (HIDDEN * (2 * HEADS + 2 * GROUPS) * HEAD + 3 * HIDDEN * FFN)
 """Elements of the dense model's linear layers."""
+
+
+def settings(folder: Path, family: str, world: int) -> dict[str, Any]:
+    """Return a configuration for a model of `HF`, whose config.json is in the folder."""
+    return {
+        "algorithm": "sft",
+        "run": {"dir": str(folder / "run"), "num_rollout": 1},
+        "model": {"path": str(folder / f"{family}.json"), "dtype": "bfloat16"},
+        "parallel": {"world_size": world, "ranks_per_node": 8},
+        "data": {"train": "none.jsonl", "prompts_per_step": SEQUENCES},
+        "train": {"max_tokens_per_gpu": LENGTH, "logits_chunk_size": 16},
+    }
 
 
 @pytest.fixture(scope="module")
@@ -75,18 +96,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         Path(folder, f"{name}.json").write_text(json.dumps(hf))
     for number, (name, (family, world, overrides)) in enumerate(CASES.items()):
         file = folder / f"{number}.yaml"
-        file.write_text(
-            yaml.safe_dump(
-                {
-                    "algorithm": "sft",
-                    "run": {"dir": str(folder / "run"), "num_rollout": 1},
-                    "model": {"path": str(folder / f"{family}.json"), "dtype": "bfloat16"},
-                    "parallel": {"world_size": world, "ranks_per_node": 8},
-                    "data": {"train": "none.jsonl", "prompts_per_step": SEQUENCES},
-                    "train": {"max_tokens_per_gpu": LENGTH, "logits_chunk_size": 16},
-                }
-            )
-        )
+        file.write_text(yaml.safe_dump(settings(folder, family, world)))
         cases[name] = {"config": str(file), "overrides": overrides, "rank": "first"}
     results = run_cases("plays.py", cases, folder, timeout=300)
     for name, result in results.items():
@@ -126,11 +136,33 @@ def test_resuming_needs_no_second_copy_of_states_on_the_host(played: dict[str, A
     assert 0 <= needed - without < 0.01 * 12 * LINEAR
 
 
-def test_fp8_copies_of_weights(played: dict[str, Any]) -> None:
-    """Each linear layer has two copies of 1 byte, and their scales."""
-    excess = [played[name]["end"] - played[name]["built"] for name in ("FP8", "dense")]
-    scales = 2 * 512 * 4 * LAYERS
-    assert excess[0] - excess[1] == 2 * LINEAR + scales
+ATTENTION, EXPERT, MTP_LAYER = 2, 2, 1
+"""Matrices of an attention, of an expert, and of the multi-token prediction's own projection."""
+LAST_LINEAR = LINEAR // LAYERS
+FP8_CASES = [
+    ("dense, FP8", 2 * LINEAR, 4 * LAYERS),
+    ("dense, FP8 in blocks", 2 * LINEAR * (1 + 4 / 128**2), 4 * LAYERS),
+    ("dense, FP8 but for a layer", 2 * (LINEAR - LAST_LINEAR), 4 * (LAYERS - 1)),
+    ("MoE TP2 EP2, FP8", 0, LAYERS * (ATTENTION + EXPERT * EXPERTS // 2)),
+    # The first layer is dense; those of experts, and that of the prediction, have a shared expert.
+    ("MoE EP2 with MTP, FP8", 0, 4 + LAYERS * (ATTENTION + EXPERT * (EXPERTS // 2 + 1)) + MTP_LAYER),
+]
+"""Case, bytes of FP8 copies if these are known, and number of matrices on the rank."""
+
+
+@pytest.mark.parametrize(("case", "nbytes", "matrices"), FP8_CASES)
+def test_fp8_copies_of_weights_are_planned(
+    played: dict[str, Any], tmp_path: Path, case: str, nbytes: float, matrices: int
+) -> None:
+    """A rehearsal rounds two copies of each matrix up to 512 bytes, and their scales."""
+    excess, without = (played[name]["end"] - played[name]["built"] for name in (case, case.rpartition(", FP8")[0]))
+    family, world, overrides = CASES[case]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings(tmp_path, family, world)))
+    config = load_config(str(tmp_path / "config.yaml"), overrides)
+    planned = plan_memory(HF[family], config, load_requirements(config))[0].states["actor FP8 copies of weights"]
+    assert planned == nbytes or not nbytes
+    scales = planned - planned * 128**2 // (128**2 + 4) if BLOCKWISE in overrides else 0
+    assert excess - without == planned - scales + 2 * 512 * matrices
 
 
 def test_adapters(played: dict[str, Any]) -> None:
