@@ -64,12 +64,13 @@ class MemoryOffload:
 
 
 def distinct_storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
-    """Return the storages of these tensors by address, each once, except for empty ones.
+    """Return the storages of these tensors by torch's own address of each, except for empty ones.
 
-    Parameters are views of buffers, and with fp32 weights the masters are views of the parameters.
+    Parameters are views of buffers, and with fp32 weights the masters are views of the parameters. In a rehearsal all
+    data have the address 0.
     """
     storages = (tensor.untyped_storage() for tensor in tensors)
-    return {storage.data_ptr(): storage for storage in storages if storage.nbytes()}
+    return {storage._cdata: storage for storage in storages if storage.nbytes()}
 
 
 class WeightSnapshot:
@@ -100,7 +101,7 @@ class WeightSnapshot:
         new_storages = _trained_storages(chunks, states)
         assert self._storages or not new_storages, "nothing was moved"
         for storage in self._storages:
-            del new_storages[storage.data_ptr()]  # every captured storage still exists
+            del new_storages[storage._cdata]  # every captured storage still exists
         self.host_copy.copy_back(map(storage_bytes, self._storages))
         for storage in new_storages.values():  # moments allocated since then, initially zeros
             storage_bytes(storage).zero_()
