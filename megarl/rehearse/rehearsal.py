@@ -187,8 +187,8 @@ def idle_shares(kinds: Sequence[KindReport], stages: int, parts: int = 1) -> lis
 
 
 def _describe_idle(rehearsal: Rehearsal) -> list[str]:
-    """Return a line about the ranks that wait the least and the most; none without ranks that train."""
-    shares = [(share, kind) for share, kind in zip(rehearsal.idle, rehearsal.kinds, strict=True) if share is not None]
+    """Return a line about the ranks that wait the least and the most; none if no rank waits."""
+    shares = [(share, kind) for share, kind in zip(rehearsal.idle, rehearsal.kinds, strict=True) if share]
     if not shares:
         return []
     (least, busy), (most, idle) = (pick(shares, key=lambda item: item[0]) for pick in (min, max))
