@@ -437,10 +437,34 @@ QUICKSTART = [
     ),
 ]
 
-kernels, step, bench = tool("bench_kernels"), tool("bench_step"), tool("bench_reshard")
+
+def bench(command: str) -> Callable[..., Case]:
+    def case(name: str, expected: tuple[str, ...], *arguments: str, prepare: Prepare = no_changes) -> Case:
+        return tool("bench")(f"{command}, {name}", expected, command, *arguments, prepare=prepare)
+
+    return case
+
+
+COMMANDS = ("reshard", "step", "trl", "asynchronous", "turns", "boxes", "sessions", "save", "observe", "flow", "scale")
+step, sync, flow = bench("step"), bench("reshard"), bench("flow")
 BENCHES = [
-    *(kernels(f"--gib {value}", ("--gib",), "--gib", value) for value in ("0", "-1", "nan", "inf", "two")),
-    kernels("--repeats 0", ("--repeats",), "--repeats", "0"),
+    tool("bench")("no command", ("COMMAND", "required")),
+    tool("bench")("an unknown command", ("'speed'", "reshard", "scale"), "speed"),
+    *(
+        bench(name)("an option and no more", ("--nonsense", "see --help"), *folder, "--nonsense")
+        for name in COMMANDS
+        for folder in [["FOLDER"] if name in ("asynchronous", "turns", "sessions", "observe") else []]
+    ),
+    *(
+        bench(name)("no folder of the quickstart", ("is not what tools/make_quickstart.py makes",), "FOLDER/none")
+        for name in ("asynchronous", "turns", "sessions", "observe")
+    ),
+    bench("trl")("no rounds", ("--rounds",), "--rounds", "0"),
+    bench("boxes")("another backend", ("must be bubblewrap here",), "sandbox.backend=none"),
+    bench("save")("no layers", ("--layers",), "--layers", "0"),
+    bench("scale")("no sequences", ("--sequences",), "--sequences", "0"),
+    flow("lengths as a word", ("--lengths", "lognormal"), "--lengths", "many"),
+    flow("a batch of too few groups", ("--sequences 40", "engines"), "--ranks", "2", "--sequences", "40"),
     *(
         step(f"{option} {value}", (option,), option, value)
         for option, values in {
@@ -460,7 +484,7 @@ BENCHES = [
     step("a binary run", ("--run", "metrics.jsonl"), "--run", "FOLDER/r", prepare=write_run(bytes(range(256)))),
     step("run metrics as text", ("--run",), "--run", "FOLDER/r", prepare=write_run(b'{"step": 1, "time/step": "x"}\n')),
     *(
-        bench(f"{option} {value}", (option,), option, value)
+        sync(f"{option} {value}", (option,), option, value)
         for option, values in {
             "--ranks": ("0", "3", "x"),
             "--nodes": ("3",),
@@ -472,8 +496,8 @@ BENCHES = [
         }.items()
         for value in values
     ),
-    bench("a JSON file in a missing folder", ("--json", "create it first"), "--json", "FOLDER/x/a.json"),
-    bench("a JSON path that is a folder", ("--json", "is a folder"), "--json", "FOLDER/model"),
+    sync("a JSON file in a missing folder", ("--json", "create it first"), "--json", "FOLDER/x/a.json"),
+    sync("a JSON path that is a folder", ("--json", "is a folder"), "--json", "FOLDER/model"),
 ]
 
 parity = tool("check_parity")

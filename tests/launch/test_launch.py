@@ -390,4 +390,4 @@ def test_requirements_list_every_imported_package() -> None:
 OPTIONAL = {"torch_memory_saver", "vllm", "transformer_engine", "sgl_kernel", "sgl_kernel_stub", "apex"}
 OPTIONAL |= {"flashinfer"}  # of SGLang, on GPUs
 OPTIONAL |= {"mcp", "verifiers", "wandb", "swanlab", "mlflow"}  # errors say how to install them
-OPTIONAL |= {"trl", "datasets"}  # in the environment passed to tools/bench_trl.py
+OPTIONAL |= {"trl", "datasets"}  # in the environment passed to tools/bench.py trl

@@ -122,7 +122,7 @@ def test_sync_on_512_ranks_is_bounded_by_the_busiest_nic(
 
 LARGE_SYNCS = re.findall(
     r"^\| `([\w.-]+)` \| `([\w=,]+)` \| (\d+): `([\w=,]+)` \| `(\w+)` \| ([\d.]+) s \| ([\d.]+) s \|",
-    (ROOT / "megarl/reshard/README.md").read_text(encoding="utf-8"),
+    (ROOT / "docs/performance.md").read_text(encoding="utf-8"),
     re.MULTILINE,
 )
 

@@ -1,1 +1,1 @@
-"""A step of the flow with mocked engines and models, for `bench_flow.py` and `bench_scale.py`."""
+"""A step of the flow with mocked engines and models, for `bench.py flow` and `bench.py scale`."""

@@ -1,4 +1,4 @@
-"""Host memory of a rank of `bench_flow.py`, sampled while it works: bytes that its allocators have handed out, and its
+"""Host memory of a rank of `bench.py flow`, sampled while it works: bytes that its allocators have handed out, and its
 share of shared memory. Freed memory that an allocator keeps does not count."""
 
 from __future__ import annotations

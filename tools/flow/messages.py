@@ -1,4 +1,4 @@
-"""Cost of messages between ranks, for `bench_scale.py`: the number of exchanges, and the time of one."""
+"""Cost of messages between ranks, for `bench.py scale`: the number of exchanges, and the time of one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the seconds of a step of `bench_flow.py` go: wall-clock and CPU seconds by part."""
+"""Where the seconds of a step of `bench.py flow` go: wall-clock and CPU seconds by part."""
 
 from __future__ import annotations
 

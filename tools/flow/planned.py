@@ -1,4 +1,4 @@
-"""Planned bytes of a step of `bench_flow.py`, against those that its ranks held and sent."""
+"""Planned bytes of a step of `bench.py flow`, against those that its ranks held and sent."""
 
 from __future__ import annotations
 

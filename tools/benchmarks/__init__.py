@@ -1,0 +1,1 @@
+"""The tables of `bench.py`: a module per command, with `add_options` and `run`, and what they share."""

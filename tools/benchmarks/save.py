@@ -1,0 +1,145 @@
+"""Cost of a save to training: steps with an asynchronous save and with a synchronous one, interleaved in one run.
+
+    .venv/bin/python tools/bench.py save [--width 512] [--layers 6] [--tokens 4096] [--rounds 5] [--folder DIR]
+
+Two data parallel ranks of this machine train a small MoE. Each round has a series of steps without a save, one with an
+asynchronous save after its first step, and one with a synchronous save; their order changes from round to round. `held
+up`: how long ranks wait at the end of steps, for copying, planning and completing the checkpoint. `longer`: how much
+longer the whole series takes than the one without a save. This includes the cores that the writer thread takes from the
+steps, which is much if ranks have no other cores than those they train on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from local_ranks import run_function
+
+from benchmarks.measure import Samples, rotate
+from benchmarks.output import Report
+from benchmarks.workloads import make_batch, moe_config
+from megarl.config.command_line import int_in_range
+
+MODES = ("no save", "asynchronous", "waited for")
+STEPS = 4
+"""Steps of a series."""
+
+
+Series = tuple[float, float, float]
+"""Seconds of a series, seconds between its steps, and the processor seconds of both ranks."""
+
+
+def model_config(width: int, layers: int) -> dict[str, Any]:
+    heads = {"head_dim": 64, "num_attention_heads": width // 64, "num_key_value_heads": max(1, width // 128)}
+    sizes = {"hidden_size": width, "intermediate_size": 2 * width, "moe_intermediate_size": width}
+    return moe_config(vocab_size=4096, num_experts=4, num_hidden_layers=layers, **sizes, **heads)
+
+
+def measure(folder: str, width: int, layers: int, tokens: int, rounds: int) -> dict[str, Any]:
+    """Run as one of the ranks. Return the series by mode, and the bytes of a checkpoint and of the ranks' copies."""
+    import torch
+
+    from megarl.checkpoint.store import CheckpointStore, RankWrite
+    from megarl.config import from_dict
+    from megarl.megatron.dist_checkpoint import WRITERS, StagedCheckpoint
+    from megarl.megatron.trainer_model import MegatronModel
+    from megarl.parallel import ranks
+    from megarl.parallel.host_copy import StagingBuffer
+    from megarl.types import TokenLoss
+
+    config = from_dict({"model": {"dtype": "bfloat16"}, "parallel": {"world_size": 2}})
+    place = ranks.initialize(config.parallel, timeout_s=600)
+    torch.manual_seed(1)
+    model = MegatronModel(model_config(width, layers), config, place, "actor", total_updates=10_000)
+    batch = make_batch([512] * (tokens // 512), 4096)
+    store, staging = CheckpointStore(Path(folder), keep=1), StagingBuffer()
+
+    def step() -> None:
+        model.train_step(batch, lambda output, _: TokenLoss(-output.logprobs))  # type: ignore[operator]
+
+    def begin(number: int, mode: str) -> None:
+        def stage(target: Path) -> RankWrite:
+            staged = StagedCheckpoint(model, target / "actor", staging if mode == "asynchronous" else None)
+            threads = 1 if mode == "asynchronous" else WRITERS
+            return RankWrite(lambda ended: staged.write(threads, ended), staged.finish)
+
+        store.begin(number, {"step": number}, stage)
+        if mode == "waited for":
+            store.finish()
+
+    def run_series(number: int, mode: str) -> Series:
+        ranks.barrier()
+        start, cpu_start, between = time.perf_counter(), time.process_time(), 0.0
+        for turn in range(STEPS):
+            step()
+            ended = time.perf_counter()
+            written = all(ranks.all_gather_objects(store.is_written()))
+            if store.pending_step is not None and (written or turn == STEPS - 1):
+                store.finish()
+            if turn == 0 and mode != MODES[0]:
+                begin(number, mode)
+            between += time.perf_counter() - ended
+        seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
+        return seconds, between, sum(ranks.all_gather_objects(cpu_seconds))
+
+    series: dict[str, list[Series]] = {mode: [] for mode in MODES}
+    step()
+    gc.freeze()  # as a run does before its first step
+    for turn in range(rounds + 1):
+        for number, mode in enumerate(rotate(MODES, turn)):
+            times = run_series(turn * len(MODES) + number + 1, mode)
+            if turn:  # the first round allocates memory and makes plans
+                series[mode].append(times)
+    size = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
+    copied = ranks.all_gather_objects(staging.nbytes)
+    ranks.shutdown()
+    return {"series": series, "bytes": size, "copied": copied}
+
+
+def compute_overheads(series: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, dict[str, float]]:
+    """Return, by kind of save: median seconds of a step, how long a save holds it up, and how much longer the series
+    takes; the latter two also as shares of a step and of the series."""
+    totals = {mode: statistics.median(sample[0] for sample in samples) for mode, samples in series.items()}
+    between = {mode: statistics.median(sample[1] for sample in samples) for mode, samples in series.items()}
+    step = (totals[MODES[0]] - between[MODES[0]]) / STEPS
+    return {
+        mode: {
+            "step, s": step,
+            "held up, s": (blocked := between[mode] - between[MODES[0]]),
+            "of a step, %": blocked / step,
+            "longer, s": (longer := totals[mode] - totals[MODES[0]]),
+            "of the series, %": longer / totals[MODES[0]],
+        }
+        for mode in MODES
+    }
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--width", type=int_in_range(128, 1 << 16), default=512, help="hidden size, a multiple of 128")
+    parser.add_argument("--layers", type=int_in_range(most=1 << 10), default=6, help="of the model")
+    parser.add_argument(
+        "--tokens", type=int_in_range(1024, 1 << 24), default=4096, help="of a step, a multiple of 1024"
+    )
+    parser.add_argument("--rounds", type=int_in_range(most=1000), default=5, help="of three series each")
+    parser.add_argument("--folder", type=Path, help="where to write; by default where the system says")
+
+
+def run(options: argparse.Namespace, report: Report) -> None:
+    report.start()
+    sizes = {name: getattr(options, name) for name in ("width", "layers", "tokens", "rounds")}
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        results = run_function("benchmarks.save:measure", 2, folder=folder, **sizes)
+    copied = " and ".join(f"{size / 1e6:.0f}" for size in results["copied"])
+    report.note(f"a checkpoint of {results['bytes'] / 1e6:.0f} MB, of which ranks copy {copied} MB")
+    samples = Samples(MODES)
+    for mode, series in results["series"].items():
+        for seconds, _, processor_s in series:
+            samples.add(mode, seconds, processor_s)
+    report.table(f"series of {STEPS} steps with one save", samples.rows(compute_overheads(results["series"])))
