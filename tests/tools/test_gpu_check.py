@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tools"))
 
 import gpu_check  # noqa: E402
-from gpu import collectives, training  # noqa: E402
+from gpu import collectives, kernels, training  # noqa: E402
 from gpu.found import CheckResult, status  # noqa: E402
 from gpu.rows import ROWS, parse_rows, reason_against  # noqa: E402
 
@@ -69,6 +69,30 @@ def test_names_missing_packages() -> None:
     assert reason_against(ROWS["te"], "cuda", True, find) == "not installed: transformer_engine"
     assert reason_against(ROWS["local"], "cuda", True, find) == ""
     assert reason_against(ROWS["speed"], "cpu", False, find) == "has no form without an NVIDIA GPU"
+
+
+def test_kernels_take_turns_with_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = kernels.make_cases(0.001, "cpu")
+    for moved, work in cases.values():
+        work()
+        assert moved > 0
+    calls: list[str] = []
+
+    def time_calls(work: Any, repeats: int, cycles: int) -> float:
+        calls.append(work)
+        return 1.0 if work == "copy" else 1.25
+
+    monkeypatch.setattr(kernels, "make_cases", lambda gib: {name: (100, name) for name in cases})
+    monkeypatch.setattr(kernels, "count_cycles", lambda work, repeats: 0)
+    monkeypatch.setattr(kernels, "time_calls", time_calls)
+    result = kernels.speed("cuda")
+    assert calls == [*cases] * 5
+    assert result.state == "failed" and result.text == "contiguous pack: 0.80 of copy, wanted 0.9"
+
+
+@pytest.mark.gpu
+def test_measures_each_kernel() -> None:
+    assert all(rate > 0 for rates in kernels.measure_rates(0.25, 20).values() for rate in rates)
 
 
 def test_hanging_or_crashing_row_fails() -> None:
