@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 from flow import planned
 from flow.answers import SIZES, Shape, total_tokens
+from flow.parts import NOT_OURS
 from local_ranks import run_function
 
 from benchmarks.measure import compute_ratio
@@ -40,7 +41,6 @@ from benchmarks.workloads import ROOT
 from megarl.config.command_line import int_in_range
 from megarl.config.strict import ConfigError
 
-MOCK_MODEL = "model"
 EVERY_S = 0.03
 """Seconds between samples of the memory."""
 
@@ -127,7 +127,7 @@ def combine(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def medians(repeats: Sequence[dict[str, float]]) -> dict[str, float]:
     """Return median seconds by part, without the mocked part."""
-    names = sorted({name for step in repeats for name in step} - {MOCK_MODEL})
+    names = sorted({name for step in repeats for name in step} - {NOT_OURS})
     return {name: statistics.median(step.get(name, 0.0) for step in repeats) for name in names}
 
 

@@ -30,8 +30,9 @@ import numpy as np
 import torch
 from flow import planned
 from flow.answers import SIZES, Shape
+from flow.parts import NOT_OURS
 
-from benchmarks.flow import MOCK_MODEL, run_ranks
+from benchmarks.flow import run_ranks
 from benchmarks.output import Report
 from megarl.config import Config, load_config
 from megarl.config.command_line import int_in_range
@@ -128,7 +129,7 @@ def measured_steps(spec: Mapping[str, Any], by_rank: Sequence[Mapping[str, Any]]
             planning = planned_job.step(rank, repeated_steps[0]["seed"]).seconds
             busy = {
                 name: statistics.median(step["busy_parts"].get(name, 0.0) for step in repeated_steps)
-                for name in {name for step in repeated_steps for name in step["busy_parts"]} - {MOCK_MODEL}
+                for name in {name for step in repeated_steps for name in step["busy_parts"]} - {NOT_OURS}
             }
             spent = sum(busy.get(name, 0.0) for name in PLANS)
             for plan_part in PLANS:  # plans are part of these, and counted separately
