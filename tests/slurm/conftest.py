@@ -71,7 +71,7 @@ class Cluster:
         words = self.run("scontrol", "show", "job", job).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
-    def wait_for(self, job: str, *states: str, timeout: float) -> str:
+    def wait_for(self, job: str, *states: str, timeout: float = 600.0) -> str:
         """Block until the job is in one of the states; any other final state is a failure."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
