@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -22,6 +23,9 @@ sys.path += [
     str(ROOT / "tests/helpers"),
     str(ROOT / "tests/megatron"),
 ]  # what tests of several folders share
+# This imports the parent package. Otherwise pytest without `--rootdir .` gives its name to the folder tests/megatron,
+# and nothing finds Megatron-Core.
+importlib.util.find_spec("megatron.core")
 
 from rank_jobs import HAS_GPU, RankJobs, shared_jobs  # noqa: E402
 
