@@ -160,21 +160,40 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
 @contextlib.contextmanager
 def exit_on_error() -> Iterator[None]:
     """Wrap a script's own flow: report an early end in one line and exit with the documented status."""
+    status: list[int] = []
+    atexit.register(_skip_native_teardown, status)
     try:
         catch_signals()
         yield
     except BaseException as error:  # noqa: B036  top level of the program
-        sys.exit(report_error(error))
+        status.append(report_error(error))
+        sys.exit(status[0])
 
 
 def run_and_exit(program: Callable[[], int]) -> NoReturn:
     """Run a program that reports its own errors, except for a signal before it gets that far; exit with its status."""
+    status: list[int] = []
+    atexit.register(_skip_native_teardown, status)
     try:
         catch_signals()
-        status = program()
+        status.append(program())
     except SignalExit as error:
-        status = report_error(error)
-    sys.exit(status)
+        status.append(report_error(error))
+    sys.exit(status[0])
+
+
+def _skip_native_teardown(status: list[int]) -> None:
+    """End the process with this exit status, if there is one, after the exit handlers that were registered later.
+
+    Threads of torch's process groups can abort a process whose libraries are being torn down (exit status 134), which
+    also takes a second. Handlers that were registered earlier do not run, except for that of `logging`.
+    """
+    if status:
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # closed, or the reader has gone
+                stream.flush()
+        os._exit(status[0])
 
 
 def report_error(error: BaseException) -> int:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from megarl.config import ConfigError
@@ -74,3 +77,29 @@ def test_classifies_stops_and_signals() -> None:
     assert classify_error(GracefulExit("saved step 3")) == ("stopped", 85, "saved step 3")
     assert classify_error(SignalExit(15)) == ("ended", 143, "ended by SIGTERM")
     assert classify_error(KeyboardInterrupt()) == ("ended", 130, "ended by Ctrl-C (SIGINT)")
+
+
+@pytest.mark.parametrize(
+    "program, status",
+    [
+        ("run_and_exit(main)", 3),
+        ("with exit_on_error():\n    main()\n    raise ConfigError('bad')", 2),
+        ("with exit_on_error():\n    main()\n    raise SignalExit(15)", 143),
+    ],
+)
+def test_native_teardown_cannot_change_the_exit_status(program: str, status: int) -> None:
+    """A native library that aborts in its teardown; exit handlers of Python run, and buffered output is written."""
+    lines = """
+import atexit, ctypes
+from megarl.config import ConfigError
+from megarl.launch.exit_status import SignalExit, exit_on_error, run_and_exit
+
+def main():
+    libc = ctypes.CDLL(None)
+    libc.on_exit(libc.abort, None)
+    atexit.register(print, "handler", end="")
+    return 3
+
+"""
+    process = subprocess.run([sys.executable, "-c", lines + program], stdout=subprocess.PIPE, text=True)
+    assert (process.returncode, process.stdout) == (status, "handler")
