@@ -15,6 +15,7 @@ import torch
 from megarl.cpu import sglang_gated_delta_net, sglang_images, sglang_sparse_attention, sglang_speculative
 from megarl.models import fp8, mxfp4
 from megarl.models.int4 import Int4Matrix, dequantise
+from megarl.parallel.gloo_devices import share_devices
 from megarl.parallel.job_secret import SECRET_ENV, SealedPickle, seal_object_collectives
 from megarl.parallel.rendezvous import bind_store_addresses
 
@@ -101,11 +102,12 @@ def cap_logits(scores: torch.Tensor, cap: float) -> torch.Tensor:
 
 
 def register() -> None:
-    """Bind stores to private addresses, seal pickles, patch how SGLang reads MXFP4, chooses dtypes and verifies drafts,
-    and on a CPU complete its CPU path."""
+    """Bind stores to private addresses, share gloo's devices, seal pickles, patch how SGLang reads MXFP4, chooses
+    dtypes and verifies drafts, and on a CPU complete its CPU path."""
     from sglang.srt.utils import is_cpu
 
     bind_store_addresses()
+    share_devices()
     _patch_configs()
     _patch_dtypes()
     _patch_tool_calls()

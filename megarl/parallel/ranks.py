@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.config import Config, ConfigError, ParallelConfig
-from megarl.parallel import collectives, device, job_secret, rendezvous
+from megarl.parallel import collectives, device, gloo_devices, job_secret, rendezvous
 from megarl.parallel.encoding import decode, encode
 from megarl.parallel.placement import check_layout, is_on_megatron, placement_of, role_parallel
 from megarl.parallel.wait_listeners import traced
@@ -112,6 +112,7 @@ def join(world_size: int, timeout_s: float = 1800.0, ranks_per_gpu: int = 1) -> 
     job_secret.seal_object_collectives()
     if not env.is_launched:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "WORLD_SIZE": "1"}
+    gloo_devices.share_devices()
     timeout, _timeout_s = timedelta(seconds=timeout_s), timeout_s
     # Do not pass `device_id`, which creates NCCL communicators eagerly: torch 2.13 then makes ranks outside of a gloo
     # group take part in a split of NCCL's world that the ranks inside do not join.
