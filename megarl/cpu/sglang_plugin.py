@@ -46,17 +46,23 @@ def decode_attention(
     """
     longest = int(lengths.max())
     rows = max(1, _MAX_ELEMENTS // max(1, longest * keys[0].numel()))
+    kv_heads, place = keys.shape[1], torch.arange(longest)
     parts = []
     for q, cache_slots, length in zip(query.split(rows), slots.split(rows), lengths.split(rows), strict=True):
-        valid = torch.arange(longest) < length[:, None]  # [n, longest]
+        valid = place < length[:, None]  # [n, longest]
         if window is not None:
-            valid &= torch.arange(longest) >= length[:, None] - 1 - window
+            valid &= place >= length[:, None] - 1 - window
         cache_slots = cache_slots[:, :longest].long() * valid  # slot 0 is SGLang's padding and gets weight 0
-        k, v = keys[cache_slots].to(q.dtype), values[cache_slots].to(q.dtype)  # [n, longest, kv heads, dim]
-        grouped = q.reshape(len(q), k.shape[2], -1, q.shape[-1])  # [n, kv heads, heads per kv head, dim]
+        # index_select copies whole rows; indexing with several dimensions copies number by number, three times slower.
+        k = keys.flatten(1).index_select(0, cache_slots.flatten())
+        k = k.view(len(q), longest, *keys.shape[1:]).to(q.dtype)  # [n, longest, kv heads, dim]
+        value_rows = cache_slots[:, None] * kv_heads + torch.arange(kv_heads)[:, None]  # [n, kv heads, longest]
+        v = values.flatten(0, 1).index_select(0, value_rows.flatten())
+        v = v.view(*value_rows.shape, -1).to(q.dtype)  # [n, kv heads, longest, value dim]
+        grouped = q.reshape(len(q), kv_heads, -1, q.shape[-1])  # [n, kv heads, heads per kv head, dim]
         scores = cap_logits((grouped * scale) @ k.permute(0, 2, 3, 1), cap)
         weights = _softmax(scores.masked_fill(~valid[:, None, None], float("-inf")), sinks)
-        parts.append((weights @ v.transpose(1, 2)).reshape(len(q), q.shape[1], v.shape[-1]))
+        parts.append((weights @ v).reshape(len(q), q.shape[1], v.shape[-1]))
     return torch.cat(parts)
 
 
@@ -536,7 +542,7 @@ def _patch_attention() -> None:
         return run
 
     def slots_of(self: Any, req_to_token: torch.Tensor, requests: torch.Tensor) -> torch.Tensor:
-        slots = req_to_token[requests]
+        slots = req_to_token.index_select(0, requests)
         return self.token_to_kv_pool.translate_loc_from_full_to_swa(slots) if self.is_windowed else slots
 
     def decode(self: Any, *arguments: Any, scaling: float | None = None, **options: Any) -> torch.Tensor:
