@@ -9,6 +9,7 @@ import torch
 from thread_ranks import ThreadRank, as_ranks
 
 from megarl.types import ROLLOUT_STATS, Prompt, Rollout, Rollouts, SamplingMask, TrainBatch, Turn
+from megarl.types.prefixes import CommonPrefixes
 
 pytestmark = pytest.mark.alone
 
@@ -94,6 +95,9 @@ def test_select_equals_packing_in_that_order(order):
         value, expected_value = getattr(actual, item.name), getattr(expected, item.name)
         if isinstance(expected_value, torch.Tensor):
             assert torch.equal(value, expected_value), item.name
+        elif isinstance(expected_value, CommonPrefixes):
+            assert torch.equal(value.position, expected_value.position)
+            assert torch.equal(value.shared, expected_value.shared)
         else:
             assert value == expected_value, item.name
 

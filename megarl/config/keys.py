@@ -244,6 +244,11 @@ class TrainConfig:
     logits_chunk_size: PositiveInt = 512
     """Tokens whose logits are materialized at once: about 18 bytes per token and vocabulary entry in bf16, divided by
     tp."""
+    share_prefixes: bool | None = None
+    """Compute once what sequences of a micro-batch have in common: the prompt of samples, the earlier turns of
+    branches, the prompt of a pair. Outputs and gradients change by rounding alone. Without effect on gated delta nets,
+    sparse attention, models with a vision tower, dropout, and auxiliary losses of routers. null: on CPUs; on GPUs the
+    attention that does this has not run yet."""
     routing_replay: bool = False
     """MoE: compute the policy's log-probs and updates with the experts that the engine selected for each token,
     weighted by the trainer's own router (R3, arXiv:2510.11370). Matters in bf16. A rank that leads an engine stores one

@@ -26,10 +26,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch.utils.checkpoint import checkpoint
 
+from megarl.data.shared_prefixes import LENGTH_MULTIPLE, SharedAttention
 from megarl.parallel.context_parallel import gather_context, zigzag
 
-LENGTH_MULTIPLE = 32
-"""Sequences whose lengths are equal after rounding up to a multiple of this share one attention call."""
 QUERIES_AT_ONCE = 512
 """Probabilities of only so many queries exist at a time where attention has a window, a sink or a cap."""
 
@@ -91,6 +90,8 @@ class PackedAttention(MegatronModule):
         """
         if packed_seq_params is None:
             return self._attend(query, key, value)
+        if (shared := getattr(packed_seq_params, "shared_prefixes", None)) is not None:
+            return self._attend_shared(query, key, value, packed_seq_params.cu_seqlens_q, shared)
         if self.config.context_parallel_size > 1:
             return self._attend_context_parallel(query, key, value, packed_seq_params.cu_seqlens_q)
         return self._attend_by_length(query, key, value, packed_seq_params.cu_seqlens_q.diff().long())
@@ -117,6 +118,28 @@ class PackedAttention(MegatronModule):
 
         outputs = [self._attend(*stack) for stack in zip(*map(stacked, (query, key, value)), strict=True)]
         return torch.cat([output.transpose(0, 1).flatten(0, 1) for output in outputs]).index_select(0, positions)
+
+    def _attend_shared(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        shared: SharedAttention,
+    ) -> torch.Tensor:
+        """Attend where sequences have keys in common."""
+        if self.config.context_parallel_size > 1:
+            group = parallel_state.get_context_parallel_group()
+            indices = zigzag(cu_seqlens, self.config.context_parallel_size)
+            key, value = (gather_context(x, indices, group, same_gradient=False) for x in (key, value))
+        outputs = []
+        for call in shared.calls:
+            q, k, v = (
+                x.index_select(0, rows.flatten()).unflatten(0, rows.shape).transpose(0, 1)
+                for x, rows in ((query, call.queries), (key, call.keys), (value, call.keys))
+            )
+            outputs.append(self._attend(q, k, v).transpose(0, 1).flatten(0, 1).index_select(0, call.outputs))
+        return torch.cat(outputs).index_select(0, shared.order)
 
     def _attend_context_parallel(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor

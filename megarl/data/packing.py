@@ -25,6 +25,7 @@ def plan_micro_batches(
     group: npt.ArrayLike | None = None,
     owner_rank: npt.ArrayLike | None = None,
     minimum: int = 1,
+    common: tuple[npt.ArrayLike, npt.ArrayLike] | None = None,
 ) -> list[list[list[int]]]:
     """Distribute sequences over `dp` ranks and into micro-batches of at most `token_budget` tokens.
 
@@ -35,6 +36,10 @@ def plan_micro_batches(
     rank of the `dp` that already has it, below 0 for none. Sequences move only as balance requires. The plan has as
     many micro-batches as one without homes, and neither the busiest rank nor the sequence of slowest micro-batches
     takes more than MAX_SLOWDOWN times as long; otherwise the plan without homes is returned.
+
+    common: [sequences] an order of the sequences, and [sequences] how many first tokens each has in common with the one
+    before it in the order. A micro-batch computes such tokens once. Sequences then stay together, as far as the budget
+    allows, if that is faster; tokens and costs are those that remain.
 
     Returns `plan[rank][micro_batch] -> sequence indices`, ascending within a micro-batch. All ranks get the same number
     of micro-batches, at least `minimum` and a multiple of `multiple`, because collectives of expert and pipeline
@@ -56,8 +61,11 @@ def plan_micro_batches(
         raise ValueError(f"`owner_rank` has {len(homes)} numbers below {dp} for {len(sizes)} sequences")
     if homes is not None and (dp == 1 or homes.max(initial=-1) < 0):
         homes = None
-    group_bytes, home_bytes = (None if values is None else values.tobytes() for values in (numbers, homes))
-    plan = _cached_plan(sizes.tobytes(), dp, token_budget, float(quadratic), multiple, group_bytes, home_bytes, minimum)
+    order, shared = (None, None) if common is None else (_as_int64(common[0], "order"), _as_int64(common[1], "shared"))
+    if shared is not None and not shared.any():
+        order = shared = None
+    arrays = (None if values is None else values.tobytes() for values in (numbers, homes, order, shared))
+    plan = _cached_plan(sizes.tobytes(), dp, token_budget, float(quadratic), multiple, minimum, *arrays)
     return [[list(micro) for micro in rank] for rank in plan]
 
 
@@ -75,17 +83,83 @@ def _cached_plan(
     budget: int,
     quadratic: float,
     multiple: int,
+    minimum: int,
     group: bytes | None,
     owner_rank: bytes | None,
-    minimum: int,
+    order: bytes | None,
+    shared: bytes | None,
 ) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """Implement `plan_micro_batches` on the bytes of int64 arrays, which are hashable."""
-    tokens = np.frombuffer(sizes, dtype=np.int64)
-    costs = tokens + quadratic * tokens**2
-    unit = np.arange(len(tokens))  # index of each sequence's group, ordered by the first sequence
+    lengths = np.frombuffer(sizes, dtype=np.int64)
+    homes = None if owner_rank is None else np.frombuffer(owner_rank, dtype=np.int64)
+    unit = np.arange(len(lengths))  # index of each sequence's group, ordered by the first sequence
     if group is not None:
-        _, firsts, number = np.unique(np.frombuffer(group, dtype=np.int64), return_index=True, return_inverse=True)
-        unit = np.argsort(np.argsort(firsts))[number]
+        unit = _number_by_first(np.frombuffer(group, dtype=np.int64))
+    divisions = [(unit, lengths)]
+    if order is not None and shared is not None:
+        sequences, in_common = (np.frombuffer(values, dtype=np.int64) for values in (order, shared))
+        divisions = [
+            _share(sequences, in_common, lengths, parts, budget, None if group is None else unit)
+            for parts in (SHARED_PARTS if group is None else SHARED_PARTS[:1])
+        ] + (divisions if group is None else [])
+    plans = (_plan_units(*item, lengths, dp, budget, quadratic, multiple, minimum, homes) for item in divisions)
+    return min(plans, key=lambda plan: plan[1])[0]
+
+
+SHARED_PARTS = 1, 2, 4
+"""Into how many parts sequences with common tokens are divided: more balance better, and compute more."""
+
+
+def _number_by_first(values: np.ndarray) -> np.ndarray:
+    """Number equal values by the first of them."""
+    _, firsts, number = np.unique(values, return_index=True, return_inverse=True)
+    result: np.ndarray = np.argsort(np.argsort(firsts))[number]
+    return result
+
+
+def _share(
+    order: np.ndarray, shared: np.ndarray, lengths: np.ndarray, parts: int, budget: int, group: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the unit of each sequence, and its tokens that no sequence before it in the unit has.
+
+    Units are of sequences that follow each other in the order and have tokens in common, or they are groups. A run of
+    such sequences is divided into `parts` of about as many tokens, or into more, of at most `budget` tokens each.
+    """
+    unit, tokens, number = np.empty_like(lengths), lengths.copy(), -1
+    is_first = shared[order] == 0
+    is_first[:1] = True
+    if group is not None:
+        is_first[1:] |= group[order[1:]] != group[order[:-1]]
+    for run in np.split(order, np.flatnonzero(is_first)[1:]):
+        computed = lengths[run] - shared[run]
+        common = int(shared[run[1]]) if len(run) > 1 else 0
+        limit = min(budget, common - (-(int(lengths[run[0]]) - common + int(computed[1:].sum())) // parts))
+        total = 0
+        for place, (sequence, count) in enumerate(zip(run.tolist(), computed.tolist(), strict=True)):
+            if place and (group is not None or total + count <= limit):
+                tokens[sequence], total = count, total + count
+            else:
+                number, total = number + 1, int(lengths[sequence])
+            unit[sequence] = number
+    return (_number_by_first(unit) if group is None else group), tokens
+
+
+def _plan_units(
+    unit: np.ndarray,
+    tokens: np.ndarray,
+    lengths: np.ndarray,
+    dp: int,
+    budget: int,
+    quadratic: float,
+    multiple: int,
+    minimum: int,
+    homes: np.ndarray | None,
+) -> tuple[tuple[tuple[tuple[int, ...], ...], ...], float]:
+    """Return a plan that keeps units together, and the time that it takes.
+
+    unit: [sequences]. tokens: [sequences] the last ones of each, which are computed.
+    """
+    costs = tokens + quadratic * tokens * (2 * lengths - tokens)
     units = int(unit.max(initial=-1)) + 1
     unit_costs = np.bincount(unit, weights=costs, minlength=units)
     unit_tokens = np.bincount(unit, weights=tokens, minlength=units).astype(np.int64)
@@ -106,16 +180,17 @@ def _cached_plan(
         loads[by_load] += part_costs[wave]
         waves.append(wave[np.argsort(by_load)])
     table = np.stack(waves, axis=1)  # [dp, micro-batches]
-    if owner_rank is not None:
-        holder = _home_ranks(unit, tokens, np.frombuffer(owner_rank, dtype=np.int64), dp)
+    if homes is not None:
+        holder = _home_ranks(unit, lengths, homes, dp)
         for candidate in filter(fits, partition_near_home(unit_costs, unit_tokens, budget, holder, dp, count)):
             kept_costs, firsts = _summarize_parts(candidate, dp * count, unit_costs)
             order = np.lexsort((firsts, -kept_costs, np.arange(dp * count) // count)).reshape(dp, count)
             if np.all(_plan_times(kept_costs, order) <= MAX_SLOWDOWN * _plan_times(part_costs, table)):
-                owner, table = candidate, order
+                owner, table, part_costs = candidate, order, kept_costs
                 break
     sequences = _members(owner[unit], dp * count)
-    return tuple(tuple(tuple(sequences[part].tolist()) for part in rank) for rank in table.tolist())
+    plan = tuple(tuple(tuple(sequences[part].tolist()) for part in rank) for rank in table.tolist())
+    return plan, float(_plan_times(part_costs, table).sum())
 
 
 def _plan_times(costs: np.ndarray, table: np.ndarray) -> np.ndarray:

@@ -36,6 +36,7 @@ from megarl.models.host_memory import PENDING_CHECKPOINT, BatchSize, step_bytes
 from megarl.models.lora_tables import adapter_params
 from megarl.models.memory import StageMemory, unique_params
 from megarl.models.pipeline_stages import stage_layers
+from megarl.models.prefix_sharing import reason_against
 from megarl.models.registry import family_of, num_trained_mtp, param_count
 from megarl.models.routing import routing_shape
 from megarl.models.sparse_indices import index_shape
@@ -44,6 +45,7 @@ from megarl.observe.profiler import check_profile
 from megarl.observe.replayed_rollouts import check_replay
 from megarl.observe.tracker import check_trackers
 from megarl.observe.webhook import resolve_webhook
+from megarl.parallel import device
 from megarl.parallel.placement import (
     check_placement,
     engine_ranks,
@@ -432,10 +434,15 @@ def _facts(
     samples = f" prompts x {rollout.samples_per_prompt}" if declared.has_rollout else ""
     batch = [(f"{unit} a step", f"{config.data.prompts_per_step}{samples}")]
     if declared.trained_roles:
+        reason = reason_against(hf, config, device.has_cuda())
         mini_batch = f"{sequences / per_epoch:g} {unit} over dp {checks.data_parallel_size(config, declared)}"
         batch += [
             ("updates a step", f"{run.num_update} = {run.ppo_epochs} epochs x {per_epoch}"),
             ("mini-batch", mini_batch),
+            (
+                "common prefixes",
+                f"computed for each sequence: {reason}" if reason else "computed once in a micro-batch",
+            ),
             ("updates in total", f"{run.num_rollout} steps x {run.num_update} = {run.num_rollout * run.num_update}"),
         ]
     else:

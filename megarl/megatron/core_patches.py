@@ -54,11 +54,16 @@ def apply_packed_rope(
     Megatron rotates sequence by sequence, with a dozen kernels for each in every layer, and waits for the device to
     read their lengths. This is one rotation of all tokens, without a wait.
 
-    cu_seqlens: [sequences + 1], of the whole sequences over all context parallel ranks. freqs: [longest, 1, 1, d'], or
+    cu_seqlens: [sequences + 1], of the whole sequences over all context parallel ranks; its attribute
+    `token_positions`, if any, has the positions of the rank's tokens, [T]. freqs: [longest, 1, 1, d'], or
     [cu_seqlens[-1], 1, 1, d'] for angles of each token of the pack. options: those of `_apply_rotary_pos_emb_bshd`.
     """
-    positions = local_positions(cu_seqlens, cp_group.size(), cp_group.rank(), len(t))
-    if len(freqs) == len(t) * cp_group.size():
+    known: torch.Tensor | None = getattr(cu_seqlens, "token_positions", None)
+    if known is not None:
+        positions = known
+    else:
+        positions = local_positions(cu_seqlens, cp_group.size(), cp_group.rank(), len(t))
+    if known is None and len(freqs) == len(t) * cp_group.size():
         lengths = cu_seqlens.diff().long() // cp_group.size()
         positions = positions + torch.repeat_interleave(cu_seqlens[:-1], lengths, output_size=len(t))
     angles = freqs.index_select(0, positions)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.data.packing import plan_micro_batches
+from megarl.data.shared_prefixes import skippable
 from megarl.megatron.routing_replay import check_shape
 from megarl.models.routing import RoutingShape
 from megarl.models.sparse_indices import IndexShape, check_record
@@ -72,6 +73,7 @@ class LocalRows(NamedTuple):
             counts=self.batch.counts,
             sampling_mask=None if self.sampling_masks is None else tuple(self.sampling_masks[i] for i in indices),
             images=None if self.images is None else tuple(self.images[i] for i in indices),
+            prefixes=None if self.batch.prefixes is None else self.batch.prefixes.select(index_tensor),
             **fields,
         )
 
@@ -92,6 +94,8 @@ class BatchDispatcher:
     index_shape: IndexShape | None = None  # of the sparse attention indices that the model replays
     has_logits: bool = False  # whether the model emits token distributions, which depend on the sampling masks
     min_trained: int = 1  # the least number of micro-batches of an update
+    shares_prefixes: bool = False  # whether tokens that sequences have in common are computed once
+    repeated_tokens: int = 1  # see `shared_prefixes.skipped_tokens`
 
     @property
     def this_rank(self) -> ModelRank | None:
@@ -118,7 +122,35 @@ class BatchDispatcher:
             groups,
             home_replica,
             minimum=1 if forward_only else self.min_trained,
+            common=self.common_tokens(batch),
         )
+
+    def common_tokens(
+        self, batch: TrainBatch, indices: Sequence[int] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return an order of these n sequences, by default all, and how many first tokens of each are not computed
+        after the one before it, both [n] int64; None if all tokens are computed."""
+        if batch.prefixes is None or not self.shares_prefixes:
+            return None
+        prefixes, lengths = batch.prefixes, batch.lengths
+        if indices is not None:
+            rows = torch.as_tensor(list(indices), dtype=torch.int64)
+            prefixes, lengths = prefixes.select(rows), lengths[rows]
+        return torch.tensor(prefixes.order()), skippable(prefixes, lengths, self.repeated_tokens)
+
+    def count_tokens(self, batch: TrainBatch, micro_batch: Sequence[int]) -> int:
+        """Return the tokens that a micro-batch computes, without padding."""
+        common = self.common_tokens(batch, micro_batch)
+        return int(batch.lengths[list(micro_batch)].sum()) - (int(common[1].sum()) if common else 0)
+
+    def list_work(self, batch: TrainBatch, forward_only: bool) -> tuple[list[int], list[int]]:
+        """Return the lengths of all sequences, and how many first tokens of each another one's computation covers."""
+        skipped = [0] * batch.num_sequences
+        for micro_batch in chain.from_iterable(self.plan(batch, forward_only)):
+            common = self.common_tokens(batch, micro_batch)
+            for sequence, tokens in zip(micro_batch, common[1].tolist() if common else (), strict=False):
+                skipped[sequence] = tokens
+        return batch.lengths.tolist(), skipped
 
     def dispatch(self, batch: TrainBatch, plan: MicroBatchPlan, columns: Iterable[str]) -> LocalRows:
         """Return the rows that this rank needs for its micro-batches.

@@ -3,6 +3,9 @@
 Sequences are packed end to end: P tokens with padding, of which a context parallel rank has the P / cp that
 `parallel/context_parallel.py` assigns to it. Padding follows each sequence, where causal attention ignores it, or all
 of them, as a sequence of its own. Each pipeline stage copies to its device only what it needs.
+
+Of a sequence that begins like another one, only the tokens after their common prefix are packed
+(`data/shared_prefixes.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megarl.config.strict import ConfigError
+from megarl.data.shared_prefixes import plan_attention, skipped_tokens, token_paths
 from megarl.megatron.routing_replay import ReplayShard
 from megarl.models.sparse_indices import UNUSED, select
 from megarl.parallel.context_parallel import zigzag
@@ -96,7 +100,7 @@ class MicroBatch:
 
     def align(self, emitted: torch.Tensor, offset: int = 1) -> torch.Tensor:
         """Shift [P] values, index t about token t + offset, to [T], index t about token t; 0 where there is none."""
-        shifted = emitted.roll(offset)[self.on_device("unpadded_indices")]
+        shifted = emitted[self.on_device("unpadded_indices").roll(offset)]
         return torch.where(self.on_device("sequence_positions") >= offset, shifted, torch.zeros_like(shifted))
 
 
@@ -136,6 +140,8 @@ def make_micro_batch(
     replayed: ReplayShard | None = None,
     indexed_layers: Sequence[int] | None = None,
     merge: int = 0,
+    shares_prefixes: bool = False,
+    repeated: int = 1,
 ) -> MicroBatch:
     """Build a micro-batch of the sequences in `batch`, all of them local; without sequences it is all padding.
 
@@ -146,16 +152,26 @@ def make_micro_batch(
     replayed: the model's share of the routing records; None for a model that routes for itself.
     indexed_layers: the layers of the records of sparse attention indices that it replays; None for none.
     merge: patches along a side of the square that an image token stands for; 0 for a model of text alone.
+    shares_prefixes, repeated: see `shared_prefixes.skipped_tokens`.
     """
     unit, multiple = padding_units(tp, cp)
-    lengths = [-(-length // unit) * unit for length in batch.lengths.tolist()]
+    skipped = skipped_tokens(batch, repeated) if shares_prefixes else [0] * batch.num_sequences
+    computed = [length - skip for length, skip in zip(batch.lengths.tolist(), skipped, strict=True)]
+    lengths = [-(-length // unit) * unit for length in computed]
     padding = max(1, -(-sum(lengths) // multiple)) * multiple - sum(lengths)
     lengths += [padding] if padding else []
     sizes = torch.tensor(lengths)
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
     positions = torch.arange(int(cu_seqlens[-1])) - torch.repeat_interleave(cu_seqlens[:-1], sizes)
     tokens = torch.zeros(len(positions), dtype=torch.int64)
-    if cp == 1:  # all padding is at the end
+    paths = None
+    if any(skipped):
+        starts = torch.tensor([*skipped, *([0] if padding else [])])
+        positions += torch.repeat_interleave(starts, sizes)
+        paths = token_paths(batch, cu_seqlens.tolist(), skipped)
+        unpadded, token_positions = torch.cat(paths), batch.positions
+        tokens[unpadded] = batch.tokens.long()
+    elif cp == 1:  # all padding is at the end
         unpadded, token_positions = torch.arange(len(batch.tokens)), positions[: len(batch.tokens)]
         tokens[: len(unpadded)] = batch.tokens
     else:
@@ -198,16 +214,20 @@ def make_micro_batch(
     if batch.sampling_mask is not None:
         rows = torch.full_like(tokens, -1)
         has_previous = token_positions > 0
-        rows[unpadded[has_previous] - 1] = torch.arange(len(token_positions))[has_previous]
+        rows[unpadded.roll(1)[has_previous]] = torch.arange(len(token_positions))[has_previous]
         all_masks = SamplingMask.concat([SamplingMask.unrestricted(0), *batch.sampling_mask])
         sampling_mask = all_masks.index_select(rows[local])
+    longest = int(positions.max()) + 1
     packed = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=offsets,
         cu_seqlens_kv=offsets,
-        max_seqlen_q=max(lengths),
-        max_seqlen_kv=max(lengths),
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
     )
+    if paths is not None:
+        offsets.token_positions = positions[local].to(device)  # type: ignore[attr-defined]  # `apply_packed_rope`
+        packed.shared_prefixes = plan_attention(paths, skipped, cu_seqlens.tolist(), cp, cp_rank, device)
     is_token = torch.zeros(len(tokens), dtype=torch.bool)
     is_token[unpadded] = True
     packed.real_token_mask_q = is_token[local].to(device)  # for the loss of sparse attention's indexers

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -154,6 +155,7 @@ class OOMRetry:
             (cut,) = plan_micro_batches(
                 *(lengths[sequences], 1, self.token_budget, dispatcher.quadratic_cost, dispatcher.multiple, groups),
                 minimum=dispatcher.min_trained if trains else 1,
+                common=dispatcher.common_tokens(batch, sequences.tolist()),
             )
             parts.append([sequences[micro].tolist() for micro in cut])
         count = max(map(len, parts))
@@ -177,8 +179,9 @@ class OOMRetry:
 
     def _try_reserve(self, batch: TrainBatch, plan: MicroBatchPlan, trains: bool) -> None:
         """Allocate the memory that the largest micro-batch needs, and free it at once."""
-        largest = max(plan[self._ranks.dp_rank], key=lambda micro: int(batch.lengths[micro].sum()))
-        cp_tokens = -(-int(batch.lengths[largest].sum()) // self._ranks.cp)
+        count = partial(self._dispatcher.count_tokens, batch)
+        largest = max(plan[self._ranks.dp_rank], key=count)
+        cp_tokens = -(-count(largest) // self._ranks.cp)
         needed = working_bytes(
             self._hf, self._config, self._ranks, self._role, cp_tokens, trains, self.should_recompute
         )
@@ -193,7 +196,7 @@ class OOMRetry:
         if not self._message:
             return None
         indices = list(self._current_sequences)
-        return OOMReport(int(batch.lengths[indices].sum()), len(units[indices].unique()), self._message)
+        return OOMReport(self._dispatcher.count_tokens(batch, indices), len(units[indices].unique()), self._message)
 
     # ---- retry
 
@@ -210,7 +213,10 @@ class OOMRetry:
         device.empty_cache()
         reports = self._reports or []
         divisible_sizes = [
-            int(batch.lengths[micro].sum()) for part in plan for micro in part if len(units[micro].unique()) > 1
+            self._dispatcher.count_tokens(batch, micro)
+            for part in plan
+            for micro in part
+            if len(units[micro].unique()) > 1
         ]
         if divisible_sizes and any(report.num_units > 1 for report in reports):
             self.token_budget = max(1, min(self.token_budget, max(divisible_sizes)) // 2)

@@ -34,6 +34,7 @@ from megarl.models.flops import quadratic_cost
 from megarl.models.layout_algebra import Param, shard
 from megarl.models.lora_tables import MergedWeights, adapter_params
 from megarl.models.memory import critic_params
+from megarl.models.prefix_sharing import reason_against
 from megarl.models.registry import family_of, num_trained_mtp
 from megarl.models.routing import RoutingShape, routing_shape
 from megarl.models.sparse_indices import index_shape
@@ -114,6 +115,8 @@ def make_dispatcher(
         routing_shape=replayed_routing(hf, config, role),
         index_shape=index_shape(hf, config) if is_actor else None,
         has_logits=is_actor,
+        shares_prefixes=reason_against(hf, config, device.has_cuda()) is None,
+        repeated_tokens=1 + (num_trained_mtp(hf, config) if is_actor else 0),
     )
 
 
@@ -500,10 +503,13 @@ class MegatronModel:
                 local = sparse_attention.recorded_layers([chunk], self.index_shape)
                 indexed = tuple(rows.indexed_layers.index(layer) for layer in local)
             options = mtp_layers, replay_shard, indexed
+            keywords: dict[str, Any] = {
+                "merge": self._merge,
+                "shares_prefixes": self.dispatcher.shares_prefixes,
+                "repeated": self.dispatcher.repeated_tokens,
+            }
             return (
-                make_micro_batch(
-                    rows.select(indices), indices, target_device, *padding_args, *options, merge=self._merge
-                )
+                make_micro_batch(rows.select(indices), indices, target_device, *padding_args, *options, **keywords)
                 for indices in track_current(micro_batches)
             )
 

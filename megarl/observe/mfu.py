@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -32,15 +32,18 @@ class RoleFlops:
     is_trained: bool = True
     forward_flops: float = 0.0
     update_flops: float = 0.0
+    tokens: int = 0
+    shared_tokens: int = 0
 
-    def add_forward(self, lengths: Iterable[int]) -> None:
-        """Count a forward pass over sequences of these lengths."""
-        self.forward_flops += self.flops.forward(lengths)
+    def add_forward(self, lengths: Sequence[int], shared: Sequence[int] = ()) -> None:
+        """Count a forward pass over sequences of these lengths, of which `shared` first tokens are not computed."""
+        self.forward_flops += self.flops.forward(lengths) - self.flops.forward(shared)
 
-    def add_update(self, lengths: Iterable[int]) -> None:
-        """Count a forward and backward pass over sequences of these lengths."""
-        sizes = list(lengths)
-        self.update_flops += self.flops.forward(sizes) + self.flops.backward(sizes)
+    def add_update(self, lengths: Sequence[int], shared: Sequence[int] = ()) -> None:
+        """Count a forward and backward pass over sequences of these lengths, without their `shared` first tokens."""
+        self.update_flops += self.flops.forward(lengths) + self.flops.backward(lengths)
+        self.update_flops -= self.flops.forward(shared) + self.flops.backward(shared)
+        self.tokens, self.shared_tokens = self.tokens + sum(lengths), self.shared_tokens + sum(shared)
 
 
 def select_remote_clocks(roles: Iterable[RoleFlops]) -> dict[int, list[str]]:
@@ -68,6 +71,7 @@ def compute_throughput(
     much of the machine training had. `perf/<role>_tflops_per_gpu` counts a role's updates (its forward passes if it is
     not trained) over their own time and ranks: how well training used the machine. With `peak`, `perf/mfu` and
     `perf/<role>_mfu` are the same as a fraction of it. Computation in engines is not counted.
+    `perf/<role>_shared_tokens` is the share of tokens that updates did not compute, as another sequence has them, too.
 
     Args:
         times: seconds by `time/<phase>` of this rank's clock.
@@ -76,6 +80,7 @@ def compute_throughput(
         remote_times: the same of other ranks' clocks, for roles whose `first_rank` they are.
     """
     rates: dict[str, float] = {}
+    shares: dict[str, float] = {}
     total_flops = 0.0
     for role in roles:
         total_flops += role.forward_flops + role.update_flops
@@ -83,10 +88,13 @@ def compute_throughput(
         seconds = remote_times.get(role.first_rank, times).get(f"time/{role.phase}", 0.0)
         if role_flops and seconds > 0:
             rates[f"{role.name}_"] = role_flops / seconds / role.num_ranks
+        if role.shared_tokens:
+            shares[f"perf/{role.name}_shared_tokens"] = role.shared_tokens / role.tokens
         role.forward_flops = role.update_flops = 0.0
+        role.tokens = role.shared_tokens = 0
     if total_flops and times.get("time/step", 0.0) > 0:
         rates[""] = total_flops / times["time/step"] / world
-    metrics = {f"perf/{prefix}tflops_per_gpu": rate / 1e12 for prefix, rate in rates.items()}
+    metrics = shares | {f"perf/{prefix}tflops_per_gpu": rate / 1e12 for prefix, rate in rates.items()}
     if peak:
         metrics |= {f"perf/{prefix}mfu": rate / peak for prefix, rate in rates.items()}
     return metrics

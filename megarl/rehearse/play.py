@@ -104,6 +104,8 @@ def play(config: Config, rank: int, finds_leaks: bool = True) -> PlayedRank:
     config: resolved by the dry run, as the run would see it. finds_leaks: play a second, shorter step for `leaks`.
     """
     job = fake_job.join(rank, config.parallel.world_size, config.parallel.ranks_per_node)
+    # The tokens of all conversations are the same; real ones may have none in common.
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, share_prefixes=False))
     from megarl.rehearse import megatron_values
     from megarl.rehearse.rehearsed_flow import PhaseClock, RehearsedFlow
     from megarl.rehearse.step_costs import StepCosts, count_flops

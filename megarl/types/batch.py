@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,6 +18,7 @@ from megarl.types.arrays import SamplingMask, concat
 from megarl.types.comm import LOCAL, Comm, LocalComm
 from megarl.types.episodes import Episodes
 from megarl.types.image_tokens import pack_images
+from megarl.types.prefixes import CommonPrefixes, Sequences, find_prefixes
 from megarl.types.rollouts import Rollout, Rollouts
 
 
@@ -76,11 +78,12 @@ class TrainBatch:
     marked: torch.Tensor | None = None  # [T] bool, tokens that the policy loss selected from the global mini-batch
     counts: Counts | None = None  # of the global mini-batch that this batch is, or is a part of
     episode: torch.Tensor | None = None  # [N] int64, branches of one episode share a number; None: no branches
+    prefixes: CommonPrefixes | None = None  # of the N sequences; None: they are not known
     keeps_groups: bool = False  # True if the loss compares the sequences of a group, which then share a micro-batch
 
     @staticmethod
     def from_rollouts(rollouts: Rollouts | Sequence[Rollout]) -> TrainBatch:
-        """Pack finished rollouts, also those without an action token, whose mask is empty.
+        """Pack finished rollouts, also those without an action token, whose mask is empty. Collective.
 
         A plain sequence is packed as if this rank were the only one.
         """
@@ -108,7 +111,7 @@ class TrainBatch:
                 *columns, rollouts.comm, rollouts.sampling_mask_sizes, rollouts.indexed_tokens, rollouts.image_bytes
             )
         has_images = bool((rollouts.image_bytes > 0).any())
-        return TrainBatch(
+        batch = TrainBatch(
             tokens=torch.from_numpy(concat([turn.token_ids for turn in turns], np.int32)),
             cu_seqlens=torch.from_numpy(starts),
             loss_mask=torch.from_numpy(mask),
@@ -124,6 +127,7 @@ class TrainBatch:
             images=tuple(pack_images(rollout.images) for rollout in rollouts.local) if has_images else None,
             sharding=sharding,
         )
+        return batch.with_prefixes()
 
     @property
     def lengths(self) -> torch.Tensor:
@@ -184,6 +188,19 @@ class TrainBatch:
         result[rows[:, 0].long()] = rows[:, 1].to(values.dtype)
         return result
 
+    def with_prefixes(self) -> TrainBatch:
+        """Return a copy that knows what its sequences have in common. Collective over the ranks that share the batch.
+
+        Sequences with images count as different.
+        """
+        if self.images is not None:
+            return self.with_(prefixes=None)
+        bounds, mask, tokens = list(pairwise(self.cu_seqlens.tolist())), self.loss_mask.numpy(), self.tokens.numpy()
+        prompts = [int(mask[start:stop].argmax()) if mask[start:stop].any() else stop - start for start, stop in bounds]
+        routing = None if self.routing is None else [record.numpy() for record in self.routing]
+        local = Sequences([tokens[start:stop] for start, stop in bounds], prompts, routing, self.sampling_mask)
+        return self.with_(prefixes=find_prefixes(local, self.local_indices, self.num_sequences, self.comm))
+
     def with_(self, **changes: Any) -> TrainBatch:
         """Return a copy with the named fields replaced."""
         return replace(self, **changes)
@@ -215,6 +232,8 @@ class TrainBatch:
         for name in ("group", "sequence_reward", "episode"):
             if (column := getattr(self, name)) is not None:
                 changes[name] = column[sequences]
+        if self.prefixes is not None:
+            changes["prefixes"] = self.prefixes.select(sequences)
         return self.with_(cu_seqlens=starts, **changes)
 
     def columns(self) -> tuple[str, ...]:
@@ -223,7 +242,8 @@ class TrainBatch:
 
 
 _OTHER_FIELDS = (
-    "cu_seqlens group episode sequence_reward routing sparse_indices sampling_mask images sharding counts keeps_groups"
+    "cu_seqlens group episode sequence_reward routing sparse_indices sampling_mask images sharding counts prefixes "
+    "keeps_groups"
 ).split()
 TOKEN_COLUMNS = tuple(item.name for item in fields(TrainBatch) if item.name not in _OTHER_FIELDS)
 """Names of the [T] tensors of a batch."""

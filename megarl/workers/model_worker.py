@@ -139,7 +139,7 @@ class ModelWorker(Worker):
             unknown = _from_first(batch.tokens >= self.vocab_size, batch.cu_seqlens)
             batch = batch.with_(tokens=batch.tokens.clamp(max=self.vocab_size - 1))
         if self.work is not None:
-            self.work.add_forward(batch.lengths.tolist())
+            self.work.add_forward(*self.distribution.list_work(batch, forward_only=True))
         if self.model is None:
             read = self.distribution.join_forward(batch, names)
         else:
@@ -285,7 +285,7 @@ class TrainingWorker(ModelWorker):
         self.check_finite({f"{name} in the batch": x for name, x in columns.items() if x.is_floating_point()}, batch)
         local: dict[str, float] | None = None
         if self.work is not None:
-            self.work.add_update(batch.lengths.tolist())
+            self.work.add_update(*self.distribution.list_work(batch, forward_only=False))
         with self.clock.phase(f"{self.name}_update", self.phase_owner):
             if self.model is None or self._kl_rollback.should_skip(self.step):
                 self.distribution.join_train_step(batch, columns)

@@ -233,3 +233,47 @@ def test_min_micro_batches_is_a_lower_bound(seed):
 
     short = -(-int(np.minimum(sizes, budget).sum()) // budget)
     assert short - (sizes > budget).sum() <= min_micro_batches(sizes, budget) <= count_bins(sizes.tolist(), [])
+
+
+def _computed(micro: list[int], order: np.ndarray, shared: np.ndarray, lengths: np.ndarray) -> int:
+    """Return the tokens of a micro-batch that are computed: neighbours share the least of those between them."""
+    places = np.argsort(order)
+    chosen = sorted(micro, key=lambda index: places[index])
+    total = 0
+    for before, index in zip([None, *chosen], chosen, strict=False):
+        between = [] if before is None else order[places[before] + 1 : places[index] + 1]
+        total += int(lengths[index]) - (0 if before is None else int(shared[between].min()))
+    return total
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_plans_with_common_tokens_are_complete_and_within_budget(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    groups, samples, dp, budget = int(rng.integers(1, 9)), int(rng.integers(1, 17)), int(rng.integers(1, 4)), 300
+    prompts = rng.integers(1, 100, groups).repeat(samples)
+    lengths = prompts + rng.integers(1, 100, groups * samples)
+    order = rng.permutation(groups).repeat(samples) * samples + np.tile(np.arange(samples), groups)
+    shared = np.where(np.arange(len(lengths)) % samples > 0, prompts - 1, 0)
+    plan = plan_micro_batches(lengths, dp, budget, 1e-4, common=(order, shared))
+    assert sorted(i for rank in plan for micro in rank for i in micro) == list(range(len(lengths)))
+    assert len({len(rank) for rank in plan}) == 1
+    for micro in (micro for rank in plan for micro in rank):
+        assert _computed(micro, order, shared, lengths) <= budget or len(micro) == 1
+
+
+def test_samples_stay_with_their_prompt_where_that_is_faster() -> None:
+    """Four prompts of 4,000 tokens with 16 responses of 1,000: 20,000 tokens of a group rather than 80,000."""
+    lengths, order = np.full(64, 5000), np.arange(64)
+    shared = np.where(np.arange(64) % 16 > 0, 4000, 0)
+    plan = plan_micro_batches(lengths, 2, 20_000, common=(order, shared))
+    assert sorted(micro for rank in plan for micro in rank) == [list(range(i, i + 16)) for i in range(0, 64, 16)]
+    # One group for two ranks: two parts of 8 responses, each with the prompt, are faster than waiting for one.
+    plan = plan_micro_batches(lengths[:16], 2, 20_000, common=(order[:16], shared[:16]))
+    assert sorted(len(micro) for rank in plan for micro in rank) == [8, 8]
+
+
+def test_groups_are_whole_with_common_tokens() -> None:
+    lengths, shared = np.array([50, 50, 50, 50]), np.array([0, 40, 40, 40])
+    groups = [0, 1, 0, 1]
+    plan = plan_micro_batches(lengths, 2, 1000, group=groups, common=(np.array([0, 2, 1, 3]), shared))
+    assert sorted(micro for rank in plan for micro in rank) == [[0, 2], [1, 3]]

@@ -165,6 +165,44 @@ def micro_batch() -> dict[str, Any]:
     }
 
 
+def shared_micro_batch() -> dict[str, Any]:
+    """Pack [1 .. 12] and [1 .. 10, 31, 32], whose first ten tokens are common, alone and on two ranks."""
+    from megarl.megatron.micro_batch import make_micro_batch
+
+    tokens = torch.tensor([*range(1, 13), *range(1, 11), 31, 32])
+    batch = tiny.batch((12, 12)).with_(tokens=tokens).with_prefixes()
+    options: dict[str, Any] = {"shares_prefixes": True}
+    micro = make_micro_batch(batch, [0, 1], torch.device("cpu"), tp=4, **options)
+    with_mtp = make_micro_batch(batch, [0, 1], torch.device("cpu"), mtp_layers=1, repeated=2, **options)
+    parts = [make_micro_batch(batch, [0, 1], torch.device("cpu"), cp=2, cp_rank=rank, **options) for rank in (0, 1)]
+    return {
+        "tokens": micro.tokens.tolist(),
+        "positions": micro.positions.tolist(),
+        "next_tokens": micro.next_tokens.tolist(),
+        "next_two_tokens": with_mtp.next_tokens.tolist(),
+        "cu_seqlens": micro.packed.cu_seqlens_q.tolist(),
+        "aligned": micro.align(torch.arange(0.0, 160, 10)).tolist(),
+        "keys": [visible_keys(item) for item in (micro, *parts)],
+        "cp tokens": [part.tokens.tolist() for part in parts],
+        "whole": make_micro_batch(batch, [0, 1], torch.device("cpu")).tokens.tolist(),
+    }
+
+
+def visible_keys(micro: Any) -> list[list[int]]:
+    """Return the rows of the keys that the last query of each piece sees, by the calls and by the flat form."""
+    shared = micro.packed.shared_prefixes
+    keys = shared.key_rows.split(shared.cu_keys.diff().tolist())
+    last_queries = (shared.cu_queries[1:] - 1).tolist()
+    by_query = {}
+    for call in shared.calls:
+        before = call.keys.shape[1] - call.queries.shape[1]
+        for row in range(len(call.queries)):
+            size = int((call.outputs // call.queries.shape[1] == row).sum())
+            by_query[int(call.queries[row, size - 1])] = call.keys[row, : before + size].tolist()
+    assert [by_query[query] for query in last_queries] == [rows.tolist() for rows in keys]
+    return [rows.tolist() for rows in keys]
+
+
 def routing_shards(batch: TrainBatch) -> dict[str, Any]:
     """Split the routing of three layers, of which a chunk has the first and the last, over two ranks.
 
@@ -974,7 +1012,8 @@ def zero_spread_alarms() -> list[str]:
 
 
 CHECKS: list[Callable[[], Any]] = [
-    platform, names, packed_rope, logprobs, micro_batch, attention, capped_attention, sink_attention,
+    platform, names, packed_rope, logprobs, micro_batch, shared_micro_batch, attention, capped_attention,
+    sink_attention,
     scaled_embedding, recomputed_output, replayed_routing, routing_by_role, config_errors, hf_folders,
     absent_config_keys, bf16_training, schedule, critic, aux_losses, training, engine_calls, engine_turns,
     rollback_metrics, generation_numbers, weight_checks, empty_batch, aborted_rewards, set_placement, other_names,

@@ -104,17 +104,17 @@ def check(
 
     local = model_routing(trainer.model, batch)
     natural = train_one_step(batch)
-    result = {
-        "same experts": difference(
-            train_one_step(batch.with_(routing=tiny.routing_records(batch, local.flip(-1)))), natural
-        )
-    }
+    result = {"same experts": difference(train_one_step(tiny.with_routing(batch, local.flip(-1))), natural)}
 
     shape = routing_shape(hf, {})
     generator = torch.Generator().manual_seed(7)
     expert_ids = torch.rand(*local.shape[:2], shape.num_experts, generator=generator).topk(shape.topk).indices.short()
+    starts = batch.cu_seqlens.tolist()
+    for first, second, common in tiny.common_tokens(batch.lengths.tolist()):
+        expert_ids[starts[second] :][:common] = expert_ids[starts[first] :][:common]
     expert_ids[batch.cu_seqlens[1:] - 1] = -1
-    other_routing = batch.with_(routing=tiny.routing_records(batch, expert_ids))
+    other_routing = tiny.with_routing(batch, expert_ids)
+    assert other_routing.prefixes is not None and int((other_routing.prefixes.shared > 0).sum()) == 2
     replayed = train_one_step(other_routing)
     with force_routing(trainer.model, expert_ids), torch.no_grad():
         logprobs, _ = reference.policy(trainer.model, batch)

@@ -33,7 +33,7 @@ def check(
     from megarl.megatron.trainer_model import MegatronModel
 
     hf, plain = tiny.HF[family], tiny.batch()
-    batch = plain.with_(sampling_mask=tiny.sampling_masks(plain))
+    batch = plain.with_(sampling_mask=tiny.sampling_masks(plain)).with_prefixes()
     trainer = reference.Trainer(family, "actor")
     weights = {name: tensor.clone() for name, tensor in trainer.tensors().items()}
     optimizer = dict(lr=0.01, schedule="constant", warmup_fraction=0.0, max_grad_norm=0.0)

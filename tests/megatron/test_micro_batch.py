@@ -29,6 +29,30 @@ def test_context_parallel_shards_by_hand(units: dict[str, Any]) -> None:
     assert parts["aligned"] == [0, 10, 11, 0, 14]
 
 
+def test_common_tokens_are_packed_once_by_hand(units: dict[str, Any]) -> None:
+    """[1 .. 12] and [1 .. 10, 31, 32]: of the second sequence only the last common token, which predicts the 31, and
+    what follows; with a multi-token prediction layer also the token before. Output t is 10 t."""
+    micro = units["shared_micro_batch"]
+    assert micro["tokens"] == [[*range(1, 13), 10, 31, 32, 0]]
+    assert micro["positions"] == [[*range(12), 9, 10, 11, 0]]
+    assert micro["next_tokens"] == [[*range(2, 13), 0, 31, 32, 0, 0]]
+    assert micro["next_two_tokens"] == [[*range(2, 13), 0, 10, 31, 32, 0], [*range(3, 13), 0, 0, 31, 32, 0, 0]]
+    assert micro["cu_seqlens"] == [0, 12, 15, 16]
+    assert micro["aligned"] == [0, *range(0, 110, 10), 0, *range(0, 90, 10), 120, 130]
+    assert micro["keys"][0] == [[*range(12)], [*range(9), 12, 13, 14], [15]]
+    assert micro["whole"] == [[*range(1, 13), *range(1, 11), 31, 32]]
+
+
+def test_common_tokens_over_context_parallel_ranks(units: dict[str, Any]) -> None:
+    """The quarters 1 and 4 of each sequence on rank 0, and 2 and 3 on rank 1: of 12 tokens, and of 10 31 32 and one of
+    padding, before which a quarter sees the nine common tokens."""
+    micro = units["shared_micro_batch"]
+    assert micro["cp tokens"] == [[[1, 2, 3, 10, 11, 12, 10, 0]], [[4, 5, 6, 7, 8, 9, 31, 32]]]
+    common = [*range(9)]
+    assert micro["keys"][1] == [[0, 1, 2], [*range(12)], [*common, 12], [*common, 12, 13, 14, 15]]
+    assert micro["keys"][2] == [[*range(6)], common, [*common, 12, 13], [*common, 12, 13, 14]]
+
+
 def test_empty_micro_batch_is_all_padding(units: dict[str, Any]) -> None:
     tokens, cu_seqlens, aligned = units["micro_batch"]["empty"]
     assert tokens == [[0, 0, 0, 0]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -396,15 +397,31 @@ def config(
     return from_dict(tree)
 
 
+def common_tokens(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Return two sequences of `batch`, and how many first tokens they have in common, for all that have any."""
+    return [(i - 1, i, min(lengths[i - 1], lengths[i]) - 1) for i in range(2, len(lengths), 4)]
+
+
+def with_routing(batch: TrainBatch, routing: torch.Tensor) -> TrainBatch:
+    """Return the batch with recorded routing, [T, layers, topk]."""
+    return batch.with_(routing=routing_records(batch, routing)).with_prefixes()
+
+
 def batch(lengths: tuple[int, ...] = (7, 19, 12, 3, 1, 26, 11), vocab: int = 200) -> TrainBatch:
-    """Return sequences of random tokens, about half of them in the loss mask, with loss weights that sum to 1."""
+    """Return sequences of random tokens, about half of them in the loss mask, with loss weights that sum to 1.
+
+    The third and the seventh begin like the one before them, up to the last token of the shorter one.
+    """
     generator = torch.Generator().manual_seed(5)
     total = sum(lengths)
     starts = torch.tensor([0, *lengths]).cumsum(0)
     mask = torch.rand(total, generator=generator) < 0.5
     mask[starts[:-1]] = False
+    tokens = torch.randint(0, vocab, (total,), generator=generator)
+    for first, second, common in common_tokens(lengths):
+        tokens[starts[second] :][:common] = tokens[starts[first] :][:common]
     return TrainBatch(
-        tokens=torch.randint(0, vocab, (total,), generator=generator),
+        tokens=tokens,
         cu_seqlens=starts,
         loss_mask=mask,
         group=torch.arange(len(lengths)),
@@ -413,7 +430,7 @@ def batch(lengths: tuple[int, ...] = (7, 19, 12, 3, 1, 26, 11), vocab: int = 200
         advantages=torch.randn(total, generator=generator),
         returns=torch.randn(total, generator=generator),
         loss_weights=mask / mask.sum(),
-    )
+    ).with_prefixes()
 
 
 def pairs(lengths: tuple[int, ...] = (7, 18, 12, 3, 1, 26, 11, 9)) -> TrainBatch:
@@ -470,7 +487,8 @@ def shard_batch(batch: TrainBatch) -> TrainBatch:
     columns = batch.lengths, torch.tensor(num_routed), owner, local, all_ranks, supported
     sharding = BatchSharding(*columns, indexed, images)
     part = batch.select(local.tolist())
-    return replace(part, group=batch.group, sequence_reward=batch.sequence_reward, sharding=sharding)
+    of_all = {name: getattr(batch, name) for name in ("group", "sequence_reward", "prefixes")}
+    return replace(part, sharding=sharding, **of_all)
 
 
 def gather_tokens(batch: TrainBatch, values: torch.Tensor) -> torch.Tensor:

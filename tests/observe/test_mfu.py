@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 
 import pytest
@@ -55,6 +56,18 @@ def test_no_mfu_without_a_gpu() -> None:
     work = RoleFlops("actor", FLOPS, "actor_update")
     work.add_update([10])
     assert compute_throughput([work], {"time/step": 1.0}, 1, None).keys() == {"perf/tflops_per_gpu"}
+
+
+def test_tokens_that_sequences_share_count_once() -> None:
+    """Of two sequences of 100 tokens, the second computes the last 40; its attention lacks pairs of the first 60."""
+    flops = dataclasses.replace(FLOPS, attention_per_pair=1e6)
+    work = RoleFlops("actor", flops, "actor_update")
+    work.add_update([100, 100], [0, 60])
+    result = compute_throughput([work], {"time/step": 1.0, "time/actor_update": 1.0}, 1, None)
+    pairs = 5050 + 5050 - 60 * 61 / 2
+    expected = (140 * (8e9 + 16e9 + 2e9 + 4e9) + 3e6 * pairs) / 1e12
+    assert result["perf/actor_tflops_per_gpu"] == pytest.approx(expected)
+    assert result["perf/actor_shared_tokens"] == 60 / 200
 
 
 def test_gpu_monitor_averages_samples_until_exhausted(monkeypatch: pytest.MonkeyPatch) -> None:

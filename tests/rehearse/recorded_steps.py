@@ -62,7 +62,8 @@ def take_step(world: int, family: str, layout: dict[str, int], sections: dict[st
     from megarl.megatron.trainer_model import MegatronModel
     from megarl.parallel import ranks
 
-    train = dict(max_tokens_per_gpu=PER_MICRO_BATCH * LENGTH, logits_chunk_size=5) | sections.get("train", {})
+    defaults = dict(max_tokens_per_gpu=PER_MICRO_BATCH * LENGTH, logits_chunk_size=5, share_prefixes=False)
+    train = defaults | sections.get("train", {})
     model_settings = {"dtype": "bfloat16"} | sections.get("model", {})
     config = tiny.config(world=world, **layout, model=model_settings, train=train)
     place = ranks.create_layout(config.parallel, 60)

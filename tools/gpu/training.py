@@ -18,6 +18,8 @@ from gpu.found import CheckResult, make_result
 STEPS = 12
 TOLERANCE = 0.03
 """Maximum distance of bf16's curve from fp32's, as a share of the first loss."""
+COMMON = 40
+"""Tokens of the common prefix of `prefixes`."""
 MODEL: dict[str, Any] = dict(
     architectures=["Qwen3MoeForCausalLM"],
     vocab_size=512,
@@ -41,8 +43,11 @@ MODEL: dict[str, Any] = dict(
 
 
 def curve(device: str, **settings: Any) -> list[float]:
-    """Return losses of `STEPS` steps on one batch. dtype; local: use Megatron's local modules; replay: seed of the
-    replayed experts; megatron: further fields. Raises RuntimeError with the process's last line."""
+    """Return losses of `STEPS` steps on one batch.
+
+    dtype; local: use Megatron's local modules; replay: seed of the replayed experts; megatron: further fields; shares:
+    give sequences a common prefix, and compute it once if true. Raises RuntimeError with the process's last line.
+    """
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     command = [sys.executable, "-W", "ignore", "-m", "gpu.training", json.dumps(settings)]
     process = subprocess.run(command, env={**os.environ, **hidden}, capture_output=True, text=True, timeout=280)
@@ -87,6 +92,11 @@ def replay(device: str) -> CheckResult:
     return result
 
 
+def prefixes(device: str) -> CheckResult:
+    """Compare with whole sequences, of which all but two begin with the same tokens."""
+    return compare_curves(curve(device, dtype="bfloat16", shares=True), curve("cpu", dtype="float32", shares=False))
+
+
 def use_local_modules() -> None:
     """Use Megatron's local modules instead of Transformer Engine's on a GPU, with one MLP per expert."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -104,7 +114,7 @@ def use_local_modules() -> None:
         settings.moe_grouped_gemm = False
         return settings
 
-    def local_spec(settings: Any, _: Any, vp_stage: int | None) -> Any:
+    def local_spec(settings: Any, _: Any, vp_stage: int | None, __: bool) -> Any:
         options = dict(use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage)
         return adapt_local_spec(get_gpt_decoder_block_spec(settings, **options))
 
@@ -130,7 +140,11 @@ def measure(settings: dict[str, Any]) -> None:
     tree = {
         "model": {"dtype": settings["dtype"], "megatron": settings.get("megatron", {})},
         "parallel": {"world_size": 1},
-        "train": {"max_tokens_per_gpu": 512, "routing_replay": "replay" in settings},
+        "train": {
+            "max_tokens_per_gpu": 512,
+            "routing_replay": "replay" in settings,
+            "share_prefixes": settings.get("shares", False),
+        },
         "actor_optimizer": optimizer,
     }
     config = from_dict(tree)
@@ -148,9 +162,12 @@ def measure(settings: dict[str, Any]) -> None:
     mask = torch.ones(total, dtype=torch.bool)
     mask[starts[:-1]] = False
     tokens = torch.randint(0, 512, (total,), generator=torch.Generator().manual_seed(2))
+    if "shares" in settings:
+        for start in starts[:-1][torch.tensor(lengths) > COMMON]:
+            tokens[start : start + COMMON] = torch.arange(COMMON)
     zeros = torch.zeros(total)
     batch = TrainBatch(tokens, starts, mask, torch.arange(len(lengths)), torch.zeros(len(lengths)), zeros)
-    batch = batch.with_(loss_weights=mask / mask.sum())
+    batch = batch.with_(loss_weights=mask / mask.sum()).with_prefixes()
     if "replay" in settings:
         generator = torch.Generator().manual_seed(settings["replay"])
         layers, experts = MODEL["num_hidden_layers"], MODEL["num_experts"]
