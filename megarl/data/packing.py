@@ -26,6 +26,7 @@ def plan_micro_batches(
     owner_rank: npt.ArrayLike | None = None,
     minimum: int = 1,
     common: tuple[npt.ArrayLike, npt.ArrayLike] | None = None,
+    is_lockstep: bool = True,
 ) -> list[list[list[int]]]:
     """Distribute sequences over `dp` ranks and into micro-batches of at most `token_budget` tokens.
 
@@ -40,6 +41,9 @@ def plan_micro_batches(
     common: [sequences] an order of the sequences, and [sequences] how many first tokens each has in common with the one
     before it in the order. A micro-batch computes such tokens once. Sequences then stay together, as far as the budget
     allows, if that is faster; tokens and costs are those that remain.
+
+    is_lockstep: whether ranks wait for each other in every micro-batch, as those of an expert parallel group do in each
+    layer. Otherwise only the costs of ranks are balanced: a long sequence takes the time of shorter ones of its rank.
 
     Returns `plan[rank][micro_batch] -> sequence indices`, ascending within a micro-batch. All ranks get the same number
     of micro-batches, at least `minimum` and a multiple of `multiple`, because collectives of expert and pipeline
@@ -65,7 +69,8 @@ def plan_micro_batches(
     if shared is not None and not shared.any():
         order = shared = None
     arrays = (None if values is None else values.tobytes() for values in (numbers, homes, order, shared))
-    plan = _cached_plan(sizes.tobytes(), dp, token_budget, float(quadratic), multiple, minimum, *arrays)
+    is_lockstep = is_lockstep and dp > 1
+    plan = _cached_plan(sizes.tobytes(), dp, token_budget, float(quadratic), multiple, minimum, is_lockstep, *arrays)
     return [[list(micro) for micro in rank] for rank in plan]
 
 
@@ -84,6 +89,7 @@ def _cached_plan(
     quadratic: float,
     multiple: int,
     minimum: int,
+    is_lockstep: bool,
     group: bytes | None,
     owner_rank: bytes | None,
     order: bytes | None,
@@ -102,7 +108,8 @@ def _cached_plan(
             _share(sequences, in_common, lengths, parts, budget, None if group is None else unit)
             for parts in (SHARED_PARTS if group is None else SHARED_PARTS[:1])
         ] + (divisions if group is None else [])
-    plans = (_plan_units(*item, lengths, dp, budget, quadratic, multiple, minimum, homes) for item in divisions)
+    plan_units = _plan_waves if is_lockstep else _plan_ranks
+    plans = (plan_units(*item, lengths, dp, budget, quadratic, multiple, minimum, homes) for item in divisions)
     return min(plans, key=lambda plan: plan[1])[0]
 
 
@@ -144,7 +151,7 @@ def _share(
     return (_number_by_first(unit) if group is None else group), tokens
 
 
-def _plan_units(
+def _plan_waves(
     unit: np.ndarray,
     tokens: np.ndarray,
     lengths: np.ndarray,
@@ -155,14 +162,11 @@ def _plan_units(
     minimum: int,
     homes: np.ndarray | None,
 ) -> tuple[tuple[tuple[tuple[int, ...], ...], ...], float]:
-    """Return a plan that keeps units together, and the time that it takes.
+    """Return a plan that keeps units together, and the time that it takes if ranks wait after each micro-batch.
 
     unit: [sequences]. tokens: [sequences] the last ones of each, which are computed.
     """
-    costs = tokens + quadratic * tokens * (2 * lengths - tokens)
-    units = int(unit.max(initial=-1)) + 1
-    unit_costs = np.bincount(unit, weights=costs, minlength=units)
-    unit_tokens = np.bincount(unit, weights=tokens, minlength=units).astype(np.int64)
+    unit_costs, unit_tokens = _sum_units(unit, tokens, lengths, quadratic)
 
     def fits(owner: np.ndarray) -> bool:
         part_tokens = np.bincount(owner, weights=unit_tokens, minlength=dp * count)
@@ -188,9 +192,71 @@ def _plan_units(
             if np.all(_plan_times(kept_costs, order) <= MAX_SLOWDOWN * _plan_times(part_costs, table)):
                 owner, table, part_costs = candidate, order, kept_costs
                 break
-    sequences = _members(owner[unit], dp * count)
-    plan = tuple(tuple(tuple(sequences[part].tolist()) for part in rank) for rank in table.tolist())
-    return plan, float(_plan_times(part_costs, table).sum())
+    return _list_sequences(owner[unit], table), float(_plan_times(part_costs, table).sum())
+
+
+def _plan_ranks(
+    unit: np.ndarray,
+    tokens: np.ndarray,
+    lengths: np.ndarray,
+    dp: int,
+    budget: int,
+    quadratic: float,
+    multiple: int,
+    minimum: int,
+    homes: np.ndarray | None,
+) -> tuple[tuple[tuple[tuple[int, ...], ...], ...], float]:
+    """Return a plan like `_plan_waves`, and the time that it takes if ranks wait for each other at its end alone."""
+    unit_costs, unit_tokens = _sum_units(unit, tokens, lengths, quadratic)
+    if homes is None:
+        rank = partition(unit_costs, dp)
+    else:
+        falling, rank = np.argsort(-unit_costs, kind="stable"), np.empty(len(unit_costs), dtype=np.int64)
+        holder = _home_ranks(unit, lengths, homes, dp)
+        rank[falling] = _balance_holders(unit_costs[falling], holder[falling], np.ones(dp, dtype=np.int64))
+    members = _members(rank, dp)
+    least = max(minimum, *(min_micro_batches(unit_tokens[items], budget) for items in members))
+    count = -(-max(1, least) // multiple) * multiple
+    owner, number = np.empty(len(unit_costs), dtype=np.int64), 0
+    while number < dp:  # the first rank whose parts would be too large adds a micro-batch to all
+        items = members[number]
+        part = _pack(unit_costs[items], unit_tokens[items], budget, count)
+        if part is None:
+            count, number = count + max(1, count // (COUNT_STEPS * multiple)) * multiple, 0
+        else:
+            owner[items], number = number * count + part, number + 1
+    part_costs, firsts = _summarize_parts(owner, dp * count, unit_costs)
+    table = np.lexsort((firsts, -part_costs, np.arange(dp * count) // count)).reshape(dp, count)
+    return _list_sequences(owner[unit], table), float(_plan_times(part_costs, table)[0])
+
+
+def _pack(costs: np.ndarray, tokens: np.ndarray, budget: int, count: int) -> np.ndarray | None:
+    """Return a part for each item, of equal costs or else of equal tokens, each within the budget; None if neither is.
+
+    An item of more tokens is a part of its own.
+    """
+    for weights in (costs, tokens.astype(np.float64)):
+        part = partition(weights, count)
+        part_tokens = np.bincount(part, weights=tokens, minlength=count)
+        if not np.any((part_tokens > budget) & (np.bincount(part, minlength=count) > 1)):
+            return part
+    return None
+
+
+def _sum_units(
+    unit: np.ndarray, tokens: np.ndarray, lengths: np.ndarray, quadratic: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the cost of each unit, [units] float64, and its tokens, [units] int64. Other arguments: `_plan_waves`."""
+    costs = tokens + quadratic * tokens * (2 * lengths - tokens)
+    units = int(unit.max(initial=-1)) + 1
+    unit_tokens = np.bincount(unit, weights=tokens, minlength=units).astype(np.int64)
+    return np.bincount(unit, weights=costs, minlength=units), unit_tokens
+
+
+def _list_sequences(part: np.ndarray, table: np.ndarray) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Return the sequences of each rank's micro-batches. part: [sequences]. table: [dp, micro-batches], parts."""
+    sequences = _members(part, table.size)
+    return tuple(tuple(tuple(sequences[number].tolist()) for number in rank) for rank in table.tolist())
 
 
 def _plan_times(costs: np.ndarray, table: np.ndarray) -> np.ndarray:

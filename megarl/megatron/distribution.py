@@ -94,6 +94,7 @@ class BatchDispatcher:
     index_shape: IndexShape | None = None  # of the sparse attention indices that the model replays
     has_logits: bool = False  # whether the model emits token distributions, which depend on the sampling masks
     min_trained: int = 1  # the least number of micro-batches of an update
+    is_lockstep: bool = True  # whether data parallel ranks wait for each other in each micro-batch
     shares_prefixes: bool = False  # whether tokens that sequences have in common are computed once
     repeated_tokens: int = 1  # see `shared_prefixes.skipped_tokens`
 
@@ -123,6 +124,7 @@ class BatchDispatcher:
             home_replica,
             minimum=1 if forward_only else self.min_trained,
             common=self.common_tokens(batch),
+            is_lockstep=self.is_lockstep,
         )
 
     def common_tokens(

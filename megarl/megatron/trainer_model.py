@@ -115,6 +115,8 @@ def make_dispatcher(
         routing_shape=replayed_routing(hf, config, role),
         index_shape=index_shape(hf, config) if is_actor else None,
         has_logits=is_actor,
+        # Ranks that exchange tokens or weights in each layer.
+        is_lockstep=config.train.fsdp or layout.ep * layout.etp > layout.tp * layout.cp,
         shares_prefixes=reason_against(hf, config, device.has_cuda()) is None,
         repeated_tokens=1 + (num_trained_mtp(hf, config) if is_actor else 0),
     )

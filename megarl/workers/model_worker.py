@@ -80,6 +80,7 @@ class ModelWorker(Worker):
                 return
             updates = self.context.num_updates[self.name] if trains else 1
             self.model = MegatronModel(hf, config, layout, self.role, updates, trains, self.name)
+            self.distribution: BatchDispatcher = self.model.dispatcher
             self.model.load_hf(path)
             self.context.models.add(self.model)
 
@@ -89,7 +90,7 @@ class ModelWorker(Worker):
         if self.is_disaggregated:
             dispatcher = ranks.broadcast_object(dispatcher, self.members[0])
         assert dispatcher is not None
-        self.distribution: BatchDispatcher = dispatcher
+        self.distribution = dispatcher
 
     def set_config(self, config: Config) -> None:
         if config.train.max_tokens_per_gpu != self.config.train.max_tokens_per_gpu:

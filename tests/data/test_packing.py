@@ -40,6 +40,46 @@ def test_ranks_are_balanced_at_each_micro_batch(quadratic):
     assert len(plan[0]) <= 1.1 * sum(lengths) / (4 * 8192) + 1
 
 
+@pytest.mark.parametrize("has_homes", [False, True])
+@pytest.mark.parametrize(
+    "number, dp, longest", [(512, 8, 32768), (512, 32, 32768), (1024, 64, 65536), (512, 64, 32768), (128, 16, 131072)]
+)
+@pytest.mark.parametrize("quadratic", [1 / 30_000, 1 / 60_000])  # Qwen3-30B-A3B, DeepSeek-V3
+def test_ranks_that_wait_at_the_end_alone_take_equally_long(quadratic, number, dp, longest, has_homes):
+    """Within 3 % of the lower bound at long contexts, where the longest sequence fills a micro-batch."""
+    rng = np.random.default_rng(4)
+    lengths = np.minimum(longest, rng.lognormal(np.log(longest / 8), 1.0, number).astype(np.int64) + 64)
+    costs = lengths + quadratic * lengths**2.0
+    homes = rng.integers(0, dp, number) if has_homes else None
+    plan = plan_micro_batches(lengths, dp, longest, quadratic, owner_rank=homes, is_lockstep=False)
+    assert sorted(i for rank in plan for micro in rank for i in micro) == list(range(number))
+    assert len({len(rank) for rank in plan}) == 1
+    assert len(plan[0]) <= 1.2 * lengths.sum() / (dp * longest) + 2
+    assert all(lengths[micro].sum() <= longest or len(micro) == 1 for rank in plan for micro in rank)
+    cost = np.array([[costs[micro].sum() for micro in rank] for rank in plan])
+    assert np.all(np.diff(cost, axis=1) <= 0)  # the most expensive first
+    bound = max(costs.sum() / dp, costs.max())
+    assert cost.sum(axis=1).max() <= 1.03 * bound
+    in_step = plan_micro_batches(lengths, dp, longest, quadratic, owner_rank=homes)
+    step_cost = np.array([[costs[micro].sum() for micro in rank] for rank in in_step])
+    assert cost.sum(axis=1).max() <= step_cost.sum(axis=1).max()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_plan_of_ranks_is_complete_and_within_budget(seed):
+    rng = np.random.default_rng(seed)
+    dp, multiple, number = int(rng.integers(1, 7)), int(rng.integers(1, 4)), int(rng.integers(0, 120))
+    lengths, budget = np.exp(rng.uniform(0, 5.5, number)).astype(np.int64) + 1, int(rng.integers(20, 200))
+    homes, group = rng.integers(-1, dp, number), rng.integers(0, 50, number) if seed % 3 == 0 else None
+    settings = dict(group=group, multiple=multiple, minimum=2, is_lockstep=False)
+    plan = plan_micro_batches(lengths, dp, budget, 0.01, owner_rank=homes, **settings)
+    assert sorted(i for rank in plan for micro in rank for i in micro) == list(range(number))
+    assert {len(rank) for rank in plan} == {len(plan[0])} and len(plan[0]) % multiple == 0 and len(plan[0]) >= 2
+    for micro in (micro for rank in plan for micro in rank):
+        groups = len(micro) if group is None else len(set(group[micro].tolist()))
+        assert lengths[micro].sum() <= budget or groups == 1
+
+
 def test_long_sequences_are_alone_and_idle_ranks_get_empty_micro_batches():
     assert plan_micro_batches([3, 20, 3], dp=1, token_budget=8) == [[[1], [0, 2]]]
     assert plan_micro_batches([5], dp=3, token_budget=8) == [[[0]], [[]], [[]]]

@@ -158,7 +158,8 @@ def count_updates_after_oom(actor: ActorWorker) -> int:
                 raise torch.OutOfMemoryError("CUDA out of memory")
             return reader.read(micro, *args)
 
-        actor.model._reader = SimpleNamespace(read=read)  # type: ignore[assignment]
+        fake = SimpleNamespace(read=read, empty_loss=reader.empty_loss)
+        actor.model._reader = fake  # type: ignore[assignment]
     return len([row for row in step(actor, 8, 2) if "guards/ppo_kl" not in row and row])
 
 
