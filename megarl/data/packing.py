@@ -44,6 +44,7 @@ def plan_micro_batches(
 
     is_lockstep: whether ranks wait for each other in every micro-batch, as those of an expert parallel group do in each
     layer. Otherwise only the costs of ranks are balanced: a long sequence takes the time of shorter ones of its rank.
+    Homes may then change the number of micro-batches, and the busiest rank takes about HOLDER_TOLERANCE times the mean.
 
     Returns `plan[rank][micro_batch] -> sequence indices`, ascending within a micro-batch. All ranks get the same number
     of micro-batches, at least `minimum` and a multiple of `multiple`, because collectives of expert and pipeline
