@@ -127,7 +127,7 @@ def order_prefixes(table: torch.Tensor, total: int) -> CommonPrefixes:
     firsts: dict[tuple[int, int], int] = {}
     prompts = [firsts.setdefault((prompt[row], digest[row]), row) for row in range(total)]
     order = sorted(range(total), key=lambda row: (prompts[row], row))
-    position, result = torch.empty(total, dtype=torch.int64), torch.zeros(total, dtype=torch.int64)
+    position, result = torch.arange(total), torch.zeros(total, dtype=torch.int64)  # a rehearsal lacks others' rows
     for number, row in enumerate(order):
         position[index[row]] = number
         if not number:

@@ -55,6 +55,8 @@ def test_export_serves_in_fp32_with_a_function(family: str, trained: tuple[Path,
     folder, results = trained
     lengths = tiny.pairs().lengths.tolist()
     for score, served, length in zip(results[family]["trained"], results[family]["served"], lengths, strict=True):
-        assert served == {"model": score, "length": length, "reward": length + score, "only": score}
+        # Up to rounding: what sequences on different ranks have in common is found for their prompts alone.
+        expected = {"model": score, "length": length, "reward": length + score, "only": score}
+        assert served == pytest.approx(expected, abs=1e-5)
     config = json.loads((folder / family / "config.json").read_text())
     assert config["architectures"][0].endswith("ForSequenceClassification") and config["dtype"] == "float32"
