@@ -141,7 +141,7 @@ class DeterministicPolicy:
     weights.
 
     dies_after: number of tokens after which it raises `EngineLost`.
-    waits_after: number of tokens after which it sets `waits` and writes no more until it is stopped.
+    waits_after: number of tokens after which it sets `waits`, once, and writes no more of a turn until it is stopped.
     """
 
     def __init__(self, version: int = 0, pause: float = 0.0005, dies_after: int = -1, waits_after: int = -1) -> None:
@@ -167,7 +167,7 @@ class DeterministicPolicy:
                 raise EngineLost("died", "the engine is gone")
             tokens.append(next_token([*token_ids, *tokens]))
             self.num_written += 1
-            if self.num_written == self.waits_after:
+            if 0 <= self.waits_after <= self.num_written and tokens[-1] != END and not self.waits.is_set():
                 self.waits.set()
                 while self.stops == stops:
                     await asyncio.sleep(0.001)

@@ -410,11 +410,12 @@ def test_oversampling_continues_from_a_snapshot(engines_after: int) -> None:
     async def run() -> tuple[list[Rollout], list[Group]]:
         engines = OversampledEngines([DeterministicPolicy(0, 0.004) for _ in range(2)], 100)
         prompts, done = list(ALL_PROMPTS), []
-        for _ in range(2):
-            done += await engines.step(prompts)
-            await engines.sync_weights()
-            await engines.wake()
-        await asyncio.sleep(0.05)
+        done += await engines.step(prompts)
+        await engines.sync_weights()
+        await engines.wake()
+        engines.policies[0].waits_after = engines.policies[0].num_written + 1
+        done += await engines.step(prompts)
+        await engines.policies[0].waits.wait()
         await engines.sync_weights()
         groups = [group for part in await engines.snapshot() for group in part]
         await engines.close()
