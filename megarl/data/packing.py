@@ -6,8 +6,10 @@ Karmarkar-Karp or by greedy assignment with exchanges, optionally keeping most s
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -110,8 +112,21 @@ def _cached_plan(
             for parts in (SHARED_PARTS if group is None else SHARED_PARTS[:1])
         ] + (divisions if group is None else [])
     plan_units = _plan_waves if is_lockstep else _plan_ranks
-    plans = (plan_units(*item, lengths, dp, budget, quadratic, multiple, minimum, homes) for item in divisions)
-    return min(plans, key=lambda plan: plan[1])[0]
+    plans = []
+    for unit, tokens in divisions:
+        unit_costs, unit_tokens = _sum_units(unit, tokens, lengths, quadratic)
+        holder = None if homes is None else _home_ranks(unit, lengths, homes, dp)
+        plan = plan_units(unit_costs, unit_tokens, holder, dp, budget, multiple, minimum)
+        plans.append((plan.cost, plan.owner[unit], plan.table))
+    _, owner, table = min(plans, key=lambda item: item[0])
+    members = _members(owner, table.size)
+    return tuple(tuple(tuple(members[part].tolist()) for part in rank) for rank in table.tolist())
+
+
+class _Plan(NamedTuple):
+    owner: np.ndarray  # [units] int64, the micro-batch of each unit
+    table: np.ndarray  # [dp, micro-batches of a rank] int64, all micro-batches
+    cost: float  # of the plan, in tokens: of its busiest rank, or of its slowest micro-batches, too
 
 
 SHARED_PARTS = 1, 2, 4
@@ -141,7 +156,8 @@ def _share(
     for run in np.split(order, np.flatnonzero(is_first)[1:]):
         computed = lengths[run] - shared[run]
         common = int(shared[run[1]]) if len(run) > 1 else 0
-        limit = min(budget, common - (-(int(lengths[run[0]]) - common + int(computed[1:].sum())) // parts))
+        rest = int(lengths[run[0]]) - common + int(computed[1:].sum())
+        limit = min(budget, common + math.ceil(rest / parts))  # each part computes the common tokens
         total = 0
         for place, (sequence, count) in enumerate(zip(run.tolist(), computed.tolist(), strict=True)):
             if place and (group is not None or total + count <= limit):
@@ -153,82 +169,63 @@ def _share(
 
 
 def _plan_waves(
-    unit: np.ndarray,
-    tokens: np.ndarray,
-    lengths: np.ndarray,
-    dp: int,
-    budget: int,
-    quadratic: float,
-    multiple: int,
-    minimum: int,
-    homes: np.ndarray | None,
-) -> tuple[tuple[tuple[tuple[int, ...], ...], ...], float]:
-    """Return a plan that keeps units together, and the time that it takes if ranks wait after each micro-batch.
+    costs: np.ndarray, tokens: np.ndarray, holder: np.ndarray | None, dp: int, budget: int, multiple: int, minimum: int
+) -> _Plan:
+    """Plan for ranks that wait for each other after each micro-batch.
 
-    unit: [sequences]. tokens: [sequences] the last ones of each, which are computed.
+    costs: [units] float64. tokens: [units] int64, those that are computed. holder: [units], the rank that has most of
+    each unit, below 0 for none; None if units have no homes.
     """
-    unit_costs, unit_tokens = _sum_units(unit, tokens, lengths, quadratic)
 
     def fits(owner: np.ndarray) -> bool:
-        part_tokens = np.bincount(owner, weights=unit_tokens, minlength=dp * count)
+        part_tokens = np.bincount(owner, weights=tokens, minlength=dp * count)
         return not np.any((part_tokens > budget) & (np.bincount(owner, minlength=dp * count) > 1))
 
-    count = max(1, -(-minimum // multiple), -(-min_micro_batches(unit_tokens, budget) // (dp * multiple))) * multiple
-    while not fits(owner := partition(unit_costs, dp * count)):
+    count = max(1, -(-minimum // multiple), -(-min_micro_batches(tokens, budget) // (dp * multiple))) * multiple
+    while not fits(owner := partition(costs, dp * count)):
         # Terminates at the latest when each has a micro-batch of its own.
         count += max(1, count // (COUNT_STEPS * multiple)) * multiple
 
-    part_costs, firsts = _summarize_parts(owner, dp * count, unit_costs)
+    part_costs, firsts = _summarize_parts(owner, dp * count, costs)
     waves, loads = [], np.zeros(dp)
     for wave in np.lexsort((firsts, -part_costs)).reshape(-1, dp):  # the most expensive first, to the least loaded rank
         by_load = np.argsort(loads, kind="stable")
         loads[by_load] += part_costs[wave]
         waves.append(wave[np.argsort(by_load)])
     table = np.stack(waves, axis=1)  # [dp, micro-batches]
-    if homes is not None:
-        holder = _home_ranks(unit, lengths, homes, dp)
-        for candidate in filter(fits, partition_near_home(unit_costs, unit_tokens, budget, holder, dp, count)):
-            kept_costs, firsts = _summarize_parts(candidate, dp * count, unit_costs)
+    if holder is not None:
+        for candidate in filter(fits, partition_near_home(costs, tokens, budget, holder, dp, count)):
+            kept_costs, firsts = _summarize_parts(candidate, dp * count, costs)
             order = np.lexsort((firsts, -kept_costs, np.arange(dp * count) // count)).reshape(dp, count)
             if np.all(_plan_times(kept_costs, order) <= MAX_SLOWDOWN * _plan_times(part_costs, table)):
                 owner, table, part_costs = candidate, order, kept_costs
                 break
-    return _list_sequences(owner[unit], table), float(_plan_times(part_costs, table).sum())
+    return _Plan(owner, table, float(_plan_times(part_costs, table).sum()))
 
 
 def _plan_ranks(
-    unit: np.ndarray,
-    tokens: np.ndarray,
-    lengths: np.ndarray,
-    dp: int,
-    budget: int,
-    quadratic: float,
-    multiple: int,
-    minimum: int,
-    homes: np.ndarray | None,
-) -> tuple[tuple[tuple[tuple[int, ...], ...], ...], float]:
-    """Return a plan like `_plan_waves`, and the time that it takes if ranks wait for each other at its end alone."""
-    unit_costs, unit_tokens = _sum_units(unit, tokens, lengths, quadratic)
-    if homes is None:
-        rank = partition(unit_costs, dp)
+    costs: np.ndarray, tokens: np.ndarray, holder: np.ndarray | None, dp: int, budget: int, multiple: int, minimum: int
+) -> _Plan:
+    """Plan for ranks that wait for each other at the end alone. Arguments as in `_plan_waves`."""
+    if holder is None:
+        rank = partition(costs, dp)
     else:
-        falling, rank = np.argsort(-unit_costs, kind="stable"), np.empty(len(unit_costs), dtype=np.int64)
-        holder = _home_ranks(unit, lengths, homes, dp)
-        rank[falling] = _balance_holders(unit_costs[falling], holder[falling], np.ones(dp, dtype=np.int64))
+        falling, rank = np.argsort(-costs, kind="stable"), np.empty(len(costs), dtype=np.int64)
+        rank[falling] = _balance_holders(costs[falling], holder[falling], np.ones(dp, dtype=np.int64))
     members = _members(rank, dp)
-    least = max(minimum, *(min_micro_batches(unit_tokens[items], budget) for items in members))
+    least = max(minimum, *(min_micro_batches(tokens[items], budget) for items in members))
     count = -(-max(1, least) // multiple) * multiple
-    owner, number = np.empty(len(unit_costs), dtype=np.int64), 0
+    owner, number = np.empty(len(costs), dtype=np.int64), 0
     while number < dp:  # the first rank whose parts would be too large adds a micro-batch to all
         items = members[number]
-        part = _pack(unit_costs[items], unit_tokens[items], budget, count)
+        part = _pack(costs[items], tokens[items], budget, count)
         if part is None:
             count, number = count + max(1, count // (COUNT_STEPS * multiple)) * multiple, 0
         else:
             owner[items], number = number * count + part, number + 1
-    part_costs, firsts = _summarize_parts(owner, dp * count, unit_costs)
+    part_costs, firsts = _summarize_parts(owner, dp * count, costs)
     table = np.lexsort((firsts, -part_costs, np.arange(dp * count) // count)).reshape(dp, count)
-    return _list_sequences(owner[unit], table), float(_plan_times(part_costs, table)[0])
+    return _Plan(owner, table, float(_plan_times(part_costs, table)[0]))
 
 
 def _pack(costs: np.ndarray, tokens: np.ndarray, budget: int, count: int) -> np.ndarray | None:
@@ -247,17 +244,14 @@ def _pack(costs: np.ndarray, tokens: np.ndarray, budget: int, count: int) -> np.
 def _sum_units(
     unit: np.ndarray, tokens: np.ndarray, lengths: np.ndarray, quadratic: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the cost of each unit, [units] float64, and its tokens, [units] int64. Other arguments: `_plan_waves`."""
+    """Return the cost of each unit, [units] float64, and its tokens, [units] int64.
+
+    unit: [sequences]. tokens: [sequences] the last ones of each, which are computed.
+    """
     costs = tokens + quadratic * tokens * (2 * lengths - tokens)
     units = int(unit.max(initial=-1)) + 1
     unit_tokens = np.bincount(unit, weights=tokens, minlength=units).astype(np.int64)
     return np.bincount(unit, weights=costs, minlength=units), unit_tokens
-
-
-def _list_sequences(part: np.ndarray, table: np.ndarray) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Return the sequences of each rank's micro-batches. part: [sequences]. table: [dp, micro-batches], parts."""
-    sequences = _members(part, table.size)
-    return tuple(tuple(tuple(sequences[number].tolist()) for number in rank) for rank in table.tolist())
 
 
 def _plan_times(costs: np.ndarray, table: np.ndarray) -> np.ndarray:

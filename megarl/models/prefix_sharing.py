@@ -26,7 +26,7 @@ def reason_against(hf: HFConfig, config: Config, has_gpu: bool) -> str | None:
         return "a vision tower"
     if variant := settings.get("experimental_attention_variant"):
         return _VARIANTS.get(variant, str(variant))
-    for name in ("hidden_dropout", "attention_dropout", "apply_rope_fusion"):
+    for name in ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps", "apply_rope_fusion"):
         if settings.get(name):
             return f"model.megatron.{name}"
     losses = settings.get("moe_aux_loss_coeff") or 0.0

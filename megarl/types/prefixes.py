@@ -54,7 +54,7 @@ class CommonPrefixes:
 
 @dataclass(frozen=True)
 class Sequences:
-    """What a model reads of some sequences, a row each."""
+    """Inputs of a model for several sequences, one row each."""
 
     tokens: Sequence[np.ndarray]  # [length] int32
     num_prompt: Sequence[int]  # tokens of the prompt, which samples on other ranks may have, too
@@ -70,7 +70,8 @@ class Sequences:
         count = _equal_rows(self.tokens[first], self.tokens[second])
         if self.routing is not None:
             records = self.routing[first], self.routing[second]
-            equal, recorded = _equal_rows(*records), [len(record) for record in records]
+            recorded = [len(record) for record in records]
+            equal = _equal_rows(*(record[:count] for record in records))
             # The last token of a sequence has no record, and needs none.
             if equal < min(count, *recorded) or recorded[0] != recorded[1]:
                 count = min(count, equal)

@@ -39,7 +39,9 @@ from megarl.controllers.controller import load_requirements  # noqa: E402
 from megarl.models.activation_memory import micro_batches_in_flight  # noqa: E402
 from megarl.models.layout_algebra import Param, shard, unshard  # noqa: E402
 from megarl.models.memory import plan_memory  # noqa: E402
+from megarl.models.prefix_sharing import reason_against  # noqa: E402
 from megarl.models.registry import family_of  # noqa: E402
+from megarl.parallel import device  # noqa: E402
 from megarl.parallel import ranks as parallel_ranks  # noqa: E402
 from megarl.parallel.host_copy import tensor_bytes  # noqa: E402
 from megarl.types import ModelOutput, SamplingMask, TokenLoss, TrainBatch  # noqa: E402
@@ -282,6 +284,9 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
 
     # The step does not depend on the micro-batches: one per sequence, or all in one.
     large_batches = build(budget=1000)
+    _, skipped = large_batches.dispatcher.list_work(batch, forward_only=False)
+    if not batch.keeps_groups:  # whose groups, which have nothing in common here, may be in different micro-batches
+        assert (sum(skipped) > 0) == (reason_against(tiny.HF[family], model.config, device.has_cuda()) is None)
     repeat = large_batches.train_step(batch, loss_fn)
     result["packing"] = abs(repeat[f"{role}/loss"] - metrics[f"{role}/loss"])
     gap = [
