@@ -25,6 +25,7 @@ COMMANDS = {
     "trl": "steps of GRPO beside TRL's",
     "asynchronous": "steps with asynchronous generation beside synchronous ones",
     "turns": "conversations with slow tools beside turn-by-turn generation",
+    "concurrency": "conversations held back by the KV cache beside fixed numbers of them, on a simulated engine",
     "boxes": "boxes of the sandbox beside bare bubblewrap",
     "sessions": "conversations through the session server beside the engine itself",
     "save": "steps with asynchronous and synchronous saves",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self, runtime_checkable
 
 import torch
 
@@ -61,6 +61,7 @@ class Generation:
     then of the distribution over these.
     drafted, accepted: number of draft tokens (rollout.num_speculative_tokens), and how many of them were accepted.
     cached: number of prompt tokens found in the engine's prefix cache; -1 if not reported.
+    retractions: how often the engine stopped the request because its KV cache was full, to compute it again later.
     """
 
     token_ids: Ids
@@ -76,6 +77,7 @@ class Generation:
     cached: int = -1
     sparse_indices: torch.Tensor | None = None
     record_start: int = 0
+    retractions: int = 0
 
     @property
     def has_record(self) -> bool:
@@ -100,6 +102,33 @@ def num_recorded(start: int, routing: torch.Tensor | None, indices: torch.Tensor
     if routing is not None:
         return start + len(routing)
     return start if indices is None or not len(indices) else max(start, indices.shape[2]) + len(indices)
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """What an engine does at the moment.
+
+    Attributes:
+        num_running, num_waiting: requests in its batch, and in its queue
+        cache_usage: share of the KV cache that running requests use; prefixes that could be evicted do not count
+        capacity: tokens that the KV cache holds; 0 if unknown
+        prefill_s: seconds that it computes per prompt token; 0 if unknown
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    cache_usage: float = 0.0
+    capacity: int = 0
+    prefill_s: float = 0.0
+
+
+@runtime_checkable
+class LoadSource(Protocol):
+    """A policy that reports its load. Not every kind of engine does."""
+
+    async def read_load(self) -> EngineLoad | None:
+        """Return the engine's load, or None if it does not answer."""
+        ...
 
 
 TokenCallback = Callable[[Ids], None]

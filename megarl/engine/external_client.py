@@ -13,7 +13,9 @@ from weakref import WeakKeyDictionary
 from megarl.engine.engine_protocol import (
     NOT_RECORDED,
     EngineClient,
+    EngineLoad,
     Generation,
+    LoadSource,
     RecordedPrefix,
     RequestFailed,
     TokenCallback,
@@ -183,6 +185,10 @@ class SharedClient:
 
     async def is_alive(self, seconds: float) -> bool:
         return await self._local.is_alive(seconds)
+
+    async def read_load(self) -> EngineLoad | None:
+        """Return the load of `local`."""
+        return await self._local.read_load() if isinstance(self._local, LoadSource) else None
 
     async def parse_tool_calls(
         self, text: str, tools: Sequence[dict[str, Any]], parser: str

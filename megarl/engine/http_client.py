@@ -15,7 +15,14 @@ import pybase64
 import torch
 
 from megarl.cpu.sglang_images import request_images
-from megarl.engine.engine_protocol import NOT_RECORDED, Generation, RecordedPrefix, RequestFailed, TokenCallback
+from megarl.engine.engine_protocol import (
+    NOT_RECORDED,
+    EngineLoad,
+    Generation,
+    RecordedPrefix,
+    RequestFailed,
+    TokenCallback,
+)
 from megarl.models.routing import RoutingShape
 from megarl.models.sparse_indices import IndexShape, positions
 from megarl.types import Ids, Image, SamplingMask, as_token_ids
@@ -28,6 +35,7 @@ _PER_TOKEN_FIELDS = {"output_token_logprobs", "output_token_sampling_mask", "out
 """Fields that each stream event carries for its own tokens only (incremental_streaming_output)."""
 _DEATH_CHECK_S = 5.0
 """How long to watch the process after the last attempt: a dying engine at first only refuses connections."""
+_LOAD_TIMEOUT_S = 5.0
 _SERVER_ERRORS = (500, 502, 504)
 """HTTP statuses that mean a server-side fault."""
 _JSON = {"Content-Type": "application/json"}
@@ -192,6 +200,7 @@ class HTTPClient:
             sampling_mask=sampling_mask,
             drafted=meta.get("spec_num_proposed_drafts", 0),
             accepted=meta.get("spec_num_correct_drafts", 0),
+            retractions=meta.get("num_retractions", 0),
             cached=cached if type(cached) is int and 0 <= cached <= prompt_len else -1,  # only a metric: never fail
             abort_reason=f"the engine aborted the answer: {finish.get('message', 'it gives no reason')}"
             if is_aborted
@@ -251,6 +260,17 @@ class HTTPClient:
         except (TimeoutError, aiohttp.ClientError):
             return False
 
+    async def read_load(self) -> EngineLoad | None:
+        """Return the engine's load by SGLang's /v1/loads, summed over data parallel ranks; None if it is not answered
+        within seconds."""
+        assert self._session is not None, "the client is used outside `async with`"
+        timeout = aiohttp.ClientTimeout(total=_LOAD_TIMEOUT_S)
+        try:
+            async with self._session.get(f"{self._url}/v1/loads?include=core", timeout=timeout) as answer:
+                return parse_load(orjson.loads(await answer.read())["loads"]) if answer.status == 200 else None
+        except (TimeoutError, aiohttp.ClientError, LookupError, TypeError, ValueError):
+            return None
+
     async def _post(self, path: str, body: dict[str, Any], on_tokens: TokenCallback | None = None) -> tuple[int, Any]:
         """Return the status and the response: parsed JSON, a stream merged as such, else text."""
         body = body if on_tokens is None else {**body, "stream": True}
@@ -288,6 +308,19 @@ class HTTPClient:
             if on_tokens is not None and answer.status == 200:
                 return 200, await _merge_stream(answer, on_tokens)
             return answer.status, await answer.text()
+
+
+def parse_load(ranks: Sequence[Mapping[str, Any]]) -> EngineLoad | None:
+    """Parse the loads of an engine's data parallel ranks; None if there are none. Raises LookupError."""
+    if not ranks:
+        return None
+    names = ("num_running_reqs", "num_waiting_reqs", "num_used_tokens", "max_total_num_tokens")
+    running, waiting, used, capacity = (sum(rank[name] for rank in ranks) for name in names)
+    computed, busy_us = (
+        sum(rank.get(f"total_prefill_{name}", 0) for rank in ranks) for name in ("uncached_tokens", "busy_us")
+    )
+    prefill_s = busy_us / 1e6 / computed if computed else 0.0
+    return EngineLoad(running, waiting, used / max(1, capacity), capacity, prefill_s)
 
 
 def is_truncated_sampling(params: Mapping[str, Any]) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 
 from megarl.config import OnWeightSync, RolloutConfig
 from megarl.engine.engine_protocol import EngineLost, Policy
+from megarl.rollout.cache_budget import CacheBudget
 from megarl.rollout.conversation import Deadline, RolloutContext
 from megarl.rollout.group_queue import GroupQueue
 from megarl.rollout.partial_rollouts import Group
@@ -68,6 +69,7 @@ class GroupStream:
         is_ordered: whether a step collects the next groups by their numbers, rather than the first complete ones
         partial_groups: by number, groups of an earlier run that this engine continues; all engines together have the
             numbers below the queue's first
+        budget: that of the gate to begin with
     """
 
     def __init__(
@@ -84,11 +86,12 @@ class GroupStream:
         partial_groups: Mapping[int, Group] | None = None,
         on_busy_interval: OnBusyInterval = lambda began, ended: None,
         on_engine_lost: Callable[[EngineLost], None] = lambda lost: None,
+        budget: CacheBudget | None = None,
     ) -> None:
         self._queue, self._context = queue, context
         self._samples, self._timeout, self._is_ordered = samples, timeout, is_ordered
         self._on_busy_interval, self._on_engine_lost = on_busy_interval, on_engine_lost
-        self._gate = RequestGate(policy, max(1, min(context.config.concurrency, samples * max_groups)))
+        self._gate = RequestGate(policy, max(1, min(context.config.concurrency, samples * max_groups)), budget)
         self._version = version
         self._admitted: dict[int, AdmittedPrompt] = {}
         """Prompts that this engine may start, by number, ascending."""
@@ -138,6 +141,7 @@ class GroupStream:
         try:
             async with asyncio.TaskGroup() as task_group:
                 task_group.create_task(watch())
+                task_group.create_task(self._gate.observe_load())
                 while True:
                     await self._gate.wait_for_room()
                     await self._may_claim.wait()
@@ -196,6 +200,8 @@ class GroupStream:
             },
             num_interrupted=self._num_interrupted,
             num_restarted=self._num_restarted,
+            usage=self._gate.pop_usage(),
+            budget=self._gate.budget,
         )
         self._collected_at, self._busy_seconds = now, busy_seconds
         self._num_interrupted = self._num_restarted = self._num_stale = 0

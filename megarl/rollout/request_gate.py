@@ -1,4 +1,7 @@
-"""Bound concurrent requests to the policy, and hold them back while it is asleep or gets new weights."""
+"""Bound concurrent requests to the policy, and hold them back while it is asleep or gets new weights.
+
+With a `CacheBudget`, conversations whose prefixes do not fit in the engine's KV cache wait, too.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,25 @@ import numpy as np
 import torch
 
 from megarl.config import OnWeightSync
-from megarl.engine.engine_protocol import NOT_RECORDED, Generation, Policy, RecordedPrefix, TokenCallback
+from megarl.engine.engine_protocol import (
+    NOT_RECORDED,
+    EngineLoad,
+    Generation,
+    LoadSource,
+    Policy,
+    RecordedPrefix,
+    TokenCallback,
+)
 from megarl.engine.external_client import SharedClient
+from megarl.rollout.cache_budget import UNLIMITED, CacheBudget, patience_s
+from megarl.rollout.engine_usage import EngineUsage
 from megarl.rollout.partial_rollouts import merge_turns
 from megarl.types import Ids, Image, SamplingMask, as_token_ids
 
+_LOAD_S = 1.0
+"""Seconds between reads of the engine's load."""
+_MIN_PREFIX = 128
+"""Shortest prefix whose loss counts. A page of the engine's cache may have as many tokens."""
 _RETRY_S = 0.1
 """Seconds between repeated requests to stop the policy."""
 OVERCOMMIT = 2
@@ -31,10 +48,17 @@ class RequestGate:
         num_slots: conversations for which the policy has room
         num_idle: running conversations that do not need the policy, because tools are at work
         is_admitting: whether conversations may start
+        budget: bounds the tokens of conversations that may send requests; None for no bound
+        usage: observations of the engine since the last `pop_usage`
     """
 
-    def __init__(self, policy: Policy, num_slots: int) -> None:
+    def __init__(self, policy: Policy, num_slots: int, budget: CacheBudget | None = None) -> None:
         self.policy, self.num_slots = policy, num_slots
+        self.budget, self.usage, self.load = budget, EngineUsage(), EngineLoad()
+        self._slots: dict[RequestSlot, None] = {}
+        """Running conversations, in the order in which they started."""
+        self._fitting: set[RequestSlot] | None = None
+        """Conversations within the budget; None until they are counted again."""
         self.free_slots = asyncio.Semaphore(num_slots)
         self.num_conversations = self.num_idle = self.num_requests = 0
         self.is_admitting = True
@@ -51,7 +75,8 @@ class RequestGate:
     def _has_room(self) -> bool:
         has_free_slot = self.num_conversations - self.num_idle < self.num_slots
         is_below_limit = self.num_conversations < OVERCOMMIT * self.num_slots
-        return has_free_slot and is_below_limit and self.is_admitting and self.open.is_set()
+        is_open = has_free_slot and is_below_limit and self.is_admitting and self.open.is_set()
+        return is_open and (self.budget is None or sum(self._count_tokens().values()) < self.budget.tokens)
 
     async def wait_until(self, is_met: Callable[[], bool]) -> None:
         """Wait until a condition holds, which is checked after each `notify`."""
@@ -59,9 +84,64 @@ class RequestGate:
             self._changed.clear()
             await self._changed.wait()
 
-    def open_slot(self) -> RequestSlot:
+    def open_slot(self, num_tokens: int = 0) -> RequestSlot:
+        """Add a conversation. num_tokens: its length so far, if known."""
         self.num_conversations += 1
-        return RequestSlot(self)
+        slot = RequestSlot(self, num_tokens)
+        self._slots[slot] = None
+        self._fitting = None
+        return slot
+
+    def remove_slot(self, slot: RequestSlot) -> None:
+        """Remove a conversation."""
+        self.num_conversations -= 1
+        del self._slots[slot]
+        self._fitting = None
+
+    # --- the budget
+
+    def is_fitting(self, slot: RequestSlot) -> bool:
+        """Return whether a conversation is within the budget."""
+        if self.budget is None or self.budget.tokens == UNLIMITED:
+            return True
+        if self._fitting is None:
+            tokens = self._count_tokens()
+            self._fitting = set(list(tokens)[: self.budget.count_fitting(list(tokens.values()))])
+        return slot in self._fitting
+
+    def _count_tokens(self) -> dict[RequestSlot, int]:
+        """Return the lengths of conversations with a place in the budget, the oldest first."""
+        return {slot: slot.num_tokens for slot in self._slots if not self.has_lost_place(slot)}
+
+    def has_lost_place(self, slot: RequestSlot) -> bool:
+        """Return whether a conversation has waited for tools for longer than its prefix is worth its place."""
+        return slot.idle_since is not None and _now() - slot.idle_since > patience_s(self.load)
+
+    def count_response(self, reusable: int, generation: Generation) -> None:
+        """Adapt the budget to a response. reusable: tokens of the prompt that the engine should have had."""
+        is_continued = reusable >= _MIN_PREFIX
+        is_evicted = is_continued and generation.cached < reusable / 2
+        self.usage = self.usage.add_response(is_continued, is_evicted, generation.retractions)
+        if self.budget is not None:
+            tokens = list(self._count_tokens().values())
+            self.budget = self.budget.update(is_evicted or generation.retractions > 0, tokens, self.load)
+        self._fitting = None
+
+    async def observe_load(self) -> None:
+        """Read the engine's load while requests are open, until cancelled."""
+        while isinstance(self.policy, LoadSource):
+            if self.num_requests and (load := await self.policy.read_load()) is not None:
+                self.load = load
+                num_held = sum(not self.is_fitting(slot) for slot in self._count_tokens())
+                self.usage = self.usage.add_load(load, num_held, self.budget.tokens if self.budget else UNLIMITED)
+            self._fitting = None  # conversations lose their places as time passes
+            self.notify()
+            await asyncio.sleep(_LOAD_S)
+
+    def pop_usage(self) -> EngineUsage:
+        """Return the observations of the engine since the last call."""
+        usage, self.usage = self.usage, EngineUsage()
+        return usage
 
     async def pause(self, mode: OnWeightSync) -> None:
         """Free the policy for a weight sync or for sleep; nothing starts until `reopen`. Raises EngineLost.
@@ -74,6 +154,8 @@ class RequestGate:
             await self.wait_until(lambda: not self.num_conversations)
             return
         self.open.clear()
+        for slot in self._slots:
+            slot.forget_prefix()
         while self.num_requests and mode == "retract":
             await self.policy.stop()
             with suppress(TimeoutError):  # then repeat: a request may have been in flight
@@ -112,14 +194,22 @@ class RequestGate:
 
 
 class RequestSlot:
-    """The policy as seen by one conversation, which waits for a free slot.
+    """The policy as seen by one conversation, which waits for a free slot and for its place in the budget.
 
     A request aborted by a pause continues after it, if need be with new weights: its tokens are kept, and their keys
     and values are recomputed.
+
+    Attributes:
+        num_tokens: length of the conversation, as far as known
+        idle_since: time of the event loop since which it does not need the policy; None if it does
     """
 
-    def __init__(self, gate: RequestGate) -> None:
+    def __init__(self, gate: RequestGate, num_tokens: int = 0) -> None:
         self._gate, self._is_idle = gate, False
+        self.num_tokens = num_tokens
+        self.idle_since: float | None = None
+        self._prefix: tuple[Ids, int] | None = None
+        """Tokens that the engine has computed, and the version of its weights; None if it may have dropped them."""
         self._requests: dict[object, Generation | None] = {}
         """The tokens so far of each request that waits or runs; an agent may send several at once."""
 
@@ -138,8 +228,14 @@ class RequestSlot:
         images: Sequence[Image] = (),
     ) -> Generation:
         self._requests[request := object()] = None
+        if self._gate.has_lost_place(self):
+            self.forget_prefix()
         self._set_idle(is_idle=False)
         try:
+            if not self._gate.is_fitting(self):
+                self.forget_prefix()
+                await self._gate.wait_until(lambda: self._gate.is_fitting(self))
+            known, self._prefix = self._prefix, None
             async with self._gate.free_slots:
                 options: dict[str, Any] = {"images": images} if images else {}
                 if isinstance(self._gate.policy, SharedClient):
@@ -158,10 +254,24 @@ class RequestSlot:
                     self._requests[request] = generation if len(new_ids) else None
                     more = await self._request(context, remaining, prefix, on_tokens, options)
                     generation = merge_generations(generation, more)
+                self._count_response(as_token_ids(ids), generation, known)
                 return generation
         finally:
             del self._requests[request]
             self._set_idle(is_idle=not self._requests)
+
+    def _count_response(self, ids: Ids, generation: Generation, known: tuple[Ids, int] | None) -> None:
+        """Adapt the budget. known: tokens that the engine had computed before the request, and by which weights."""
+        reusable = 0
+        if known is not None and known[1] == generation.weight_version and generation.cached >= 0:
+            reusable = count_common_prefix(known[0], ids)
+        tokens = np.concatenate([ids, as_token_ids(generation.token_ids)])
+        self.num_tokens, self._prefix = len(tokens), (tokens, generation.weight_version)
+        self._gate.count_response(reusable, generation)
+
+    def forget_prefix(self) -> None:
+        """Do not expect the conversation's beginning in the engine's prefix cache."""
+        self._prefix = None
 
     async def _request(
         self,
@@ -184,16 +294,29 @@ class RequestSlot:
         self._set_idle(is_idle=True)
 
     def release(self) -> None:
-        self._gate.num_conversations -= 1
+        self._gate.remove_slot(self)
         self._set_idle(is_idle=False)
 
     def _set_idle(self, is_idle: bool) -> None:
         self._gate.num_idle += is_idle - self._is_idle
+        if is_idle != self._is_idle:
+            self.idle_since = _now() if is_idle else None
         self._is_idle = is_idle
         self._gate.notify()
 
     async def stop(self) -> None:
         await self._gate.policy.stop()
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def count_common_prefix(first: Ids, second: Ids) -> int:
+    """Return the number of leading tokens that two sequences have in common."""
+    size = min(len(first), len(second))
+    different = np.flatnonzero(first[:size] != second[:size])
+    return int(different[0]) if len(different) else size
 
 
 def merge_generations(first: Generation, second: Generation) -> Generation:
@@ -221,4 +344,5 @@ def merge_generations(first: Generation, second: Generation) -> Generation:
         drafted=first.drafted + second.drafted,
         accepted=first.accepted + second.accepted,
         cached=turn.cached_tokens,
+        retractions=first.retractions + second.retractions,
     )

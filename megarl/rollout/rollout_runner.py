@@ -20,6 +20,7 @@ from megarl.environments.process_sessions import EnvironmentPool, ToolCallStats
 from megarl.models.routing import RoutingShape
 from megarl.models.sparse_indices import IndexShape
 from megarl.processes.children import ProcessLimits
+from megarl.rollout.cache_budget import CacheBudget
 from megarl.rollout.conversation import RolloutContext
 from megarl.rollout.group_queue import GroupQueue
 from megarl.rollout.group_stream import AdmittedPrompt, GroupStream
@@ -89,6 +90,8 @@ class RolloutRunner:
         self._stream_task: asyncio.Task[None] | None = None
         self._stream_engine_start = 0
         """The engine's start number to which the stream is bound."""
+        self._budget = CacheBudget() if config.fit_kv_cache and external is None else None
+        """Budget of the next generation: that of the last one at its end."""
         self._client_by_gate: dict[RequestGate, EngineClient] = {}
         """Clients of running generations outside the stream."""
         self._pause_lock, self._is_paused = asyncio.Lock(), False
@@ -153,9 +156,11 @@ class RolloutRunner:
                     num_total=num_total,
                     watch=partial(self._watch, client, self._engine.start_number),
                     on_gate_opened=lambda gate: self._client_by_gate.update({gate: client}),
+                    budget=self._budget,
                 )
                 try:
                     result = await _run_watched(generation, check)
+                    self._budget = result.budget
                     if result.engine_loss is not None:
                         self._on_engine_lost(result.engine_loss)  # in case a request noticed first
                     return await self._drop_aborted(result)
@@ -186,6 +191,7 @@ class RolloutRunner:
                 self._make_context(client, self._config),
                 timeout=self._config.step_timeout,
                 on_engine_lost=self._on_engine_lost,
+                budget=self._budget,
                 **settings,
             )
             self._run_stream(self._stream, client)

@@ -16,6 +16,7 @@ from megarl.chat_format.chat_template import ChatTemplate
 from megarl.engine.engine_protocol import EngineLost, Policy
 from megarl.environments.protocol import SessionLost
 from megarl.rollout.aborted import TooManyAborted, is_over_abort_limit
+from megarl.rollout.cache_budget import CacheBudget
 from megarl.rollout.conversation import (
     TIMEOUT_REASON,
     Conversation,
@@ -24,6 +25,7 @@ from megarl.rollout.conversation import (
     build_sampling_params,
     derive_seed,
 )
+from megarl.rollout.engine_usage import EngineUsage
 from megarl.rollout.group_queue import GroupQueue
 from megarl.rollout.partial_rollouts import Group, PartialRollout, oldest_version
 from megarl.rollout.request_gate import RequestGate, RequestSlot
@@ -95,6 +97,8 @@ class GenerationResult:
         prompts: for a stream, the original prompts by group number
         num_interrupted: conversations that were running on the engine when it was lost
         num_restarted: conversations of lost engines that were restarted on this one
+        usage: observations of the engine
+        budget: the gate's at the end
     """
 
     rollouts: list[Rollout]
@@ -107,6 +111,8 @@ class GenerationResult:
     engine_loss: EngineLost | None = None
     num_interrupted: int = 0
     num_restarted: int = 0
+    usage: EngineUsage = EngineUsage()
+    budget: CacheBudget | None = None
 
     def merge(self, later: GenerationResult) -> GenerationResult:
         """Combine with a later result of the same engine or of its replacement."""
@@ -120,6 +126,8 @@ class GenerationResult:
             engine_loss=later.engine_loss,
             num_interrupted=self.num_interrupted + later.num_interrupted,
             num_restarted=self.num_restarted + later.num_restarted,
+            usage=self.usage.merge(later.usage),
+            budget=later.budget,
         )
 
 
@@ -159,6 +167,7 @@ async def gather_rollouts(
     num_total: int | None = None,
     watch: Callable[[], Coroutine[Any, Any, None]] = wait_forever,
     on_gate_opened: Callable[[RequestGate], None] = lambda gate: None,
+    budget: CacheBudget | None = None,
 ) -> GenerationResult:
     """Generate `samples` conversations for each prompt that this engine claims from the queue.
 
@@ -176,9 +185,10 @@ async def gather_rollouts(
         deadline: event-loop time at which unfinished conversations are aborted, including those that never started
         watch: runs concurrently and raises `EngineLost` when the engine is lost; the policy may raise it too
         on_gate_opened: receives the request gate, because a weight sync closes it first
+        budget: that of the gate to begin with
     """
     start = time.monotonic()
-    gate = RequestGate(policy, max(1, min(context.config.concurrency, samples * queue.groups_per_engine)))
+    gate = RequestGate(policy, max(1, min(context.config.concurrency, samples * queue.groups_per_engine)), budget)
     on_gate_opened(gate)
     limit = Deadline(deadline)
     complete: dict[int, Group] = {}
@@ -216,7 +226,7 @@ async def gather_rollouts(
     engine_loss: EngineLost | None = None
     try:
         async with asyncio.TaskGroup() as task_group:
-            watcher = task_group.create_task(watch())
+            watchers = [task_group.create_task(watch()), task_group.create_task(gate.observe_load())]
             tasks: set[asyncio.Task[None]] = set()
             while True:
                 await gate.wait_for_room()
@@ -229,7 +239,8 @@ async def gather_rollouts(
                 else:
                     await asyncio.wait(tasks, timeout=_RETURNED_POLL_S, return_when=asyncio.FIRST_COMPLETED)
                 tasks = {task for task in tasks if not task.done()}
-            watcher.cancel()
+            for watcher in watchers:
+                watcher.cancel()
     except BaseExceptionGroup as errors:
         engine_loss = get_engine_loss(errors)
     num_interrupted = 0
@@ -247,6 +258,8 @@ async def gather_rollouts(
         engine_loss=engine_loss,
         num_interrupted=num_interrupted,
         num_restarted=num_restarted,
+        usage=gate.pop_usage(),
+        budget=gate.budget,
     )
 
 
@@ -299,7 +312,9 @@ class GroupRun:
     ) -> None:
         self.partials, self.deadline = list(group), deadline
         self._gate, self._context, self._greedy, self._on_aborted = gate, context, greedy, on_aborted
-        self._slots = {sample: gate.open_slot() for sample, partial in enumerate(group) if partial.status is None}
+        self._slots = {
+            sample: gate.open_slot(partial.num_tokens) for sample, partial in enumerate(group) if partial.status is None
+        }
         self._conversations: dict[int, Conversation | AgentEpisode] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._task_group = asyncio.TaskGroup()
@@ -325,7 +340,7 @@ class GroupRun:
         for sample in stale:
             self._tasks[sample].cancel()  # which closes its session
             self.partials[sample] = self.partials[sample].restart()
-            self._slots[sample] = self._gate.open_slot()
+            self._slots[sample] = self._gate.open_slot(self.partials[sample].num_tokens)
             self._start(sample)
         return len(stale)
 

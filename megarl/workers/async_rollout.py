@@ -19,6 +19,8 @@ from megarl.checkpoint import manifest
 from megarl.checkpoint.manifest import Write, write_nothing
 from megarl.config import Config, ConfigError
 from megarl.config.keys import max_pending_groups
+from megarl.rollout.engine_usage import WIDTH as USAGE_WIDTH
+from megarl.rollout.engine_usage import EngineUsage
 from megarl.rollout.group_queue import UNLIMITED, GroupQueue, SharedStore
 from megarl.rollout.group_stream import AdmittedPrompt, OnBusyInterval
 from megarl.rollout.partial_rollouts import assign_groups, write_groups
@@ -242,9 +244,10 @@ class RolloutStream:
         if result is not None:
             ages, offered_s = result.group_ages, result.num_slots * result.seconds
             row = [offered_s, result.busy_seconds, sum(ages), max(ages, default=0.0), len(ages)]
-            rows.append([*row, result.num_interrupted, result.num_restarted, result.num_stale])
-        table = self._comm.all_gather_rows(torch.tensor(rows, dtype=torch.float64).reshape(-1, 8))
-        offered, busy, age_sum, oldest, groups, interrupted, restarted, stale = table.T
+            row += [result.num_interrupted, result.num_restarted, result.num_stale]
+            rows.append([*row, *result.usage.to_row()])
+        table = self._comm.all_gather_rows(torch.tensor(rows, dtype=torch.float64).reshape(-1, 8 + USAGE_WIDTH))
+        offered, busy, age_sum, oldest, groups, interrupted, restarted, stale = table[:, :8].T
         self.lost_counts = int(interrupted.sum()), int(restarted.sum())
         counts = count_staleness(rollouts)
         longer, shorter = sorted((counts, self._staleness_counts), key=len, reverse=True)
@@ -254,6 +257,8 @@ class RolloutStream:
             "rollout/group_age_s_mean": float(age_sum.sum()) / max(1.0, float(groups.sum())),
             "rollout/group_age_s_max": max(oldest.tolist(), default=0.0),
         }
+        if len(table):
+            self.metrics |= EngineUsage.of_rows(table[:, 8:].tolist()).metrics
         if self._config.rollout.oversample > 1:
             self.metrics["rollout/restarted_rollouts"] = float(stale.sum())
         if total := float(offered.sum()):

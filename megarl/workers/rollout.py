@@ -21,6 +21,8 @@ from megarl.parallel import ranks, row_exchange
 from megarl.parallel.kv_store import KVStore
 from megarl.parallel.placement import split_role
 from megarl.rollout.aborted import TooManyAborted, check_abort_limit, format_abort_error
+from megarl.rollout.engine_usage import WIDTH as USAGE_WIDTH
+from megarl.rollout.engine_usage import EngineUsage
 from megarl.rollout.group_queue import GroupQueue
 from megarl.rollout.rollout_runner import RolloutRunner
 from megarl.rollout.scheduler import GenerationResult
@@ -56,7 +58,7 @@ class RolloutWorker(Worker):
         self._replayed_step: ReplayedStep | None = None
         self._prompts: dict[int, Prompt] = {}
         """Prompts by group number of the current step's samples, on the ranks that know them."""
-        self._idle_metrics: dict[str, float] = {}
+        self._engine_metrics: dict[str, float] = {}
         self._num_generations = self._next_group = 0
         self._is_closing = False
         self._runner: RolloutRunner | None = None
@@ -113,7 +115,7 @@ class RolloutWorker(Worker):
         super().begin_step(step)
         self._next_group = 0
         self.generations, self._replayed_step = [], None
-        self._prompts, self._idle_metrics = {}, {}
+        self._prompts, self._engine_metrics = {}, {}
         self._external_counts = [0] * 3
 
     def set_config(self, config: Config) -> None:
@@ -292,8 +294,8 @@ class RolloutWorker(Worker):
         if attempt > 1 or lost:
             counts = torch.tensor([result.num_interrupted, result.num_restarted] if result else [0, 0])
             self._count_lost(row_exchange.WorldComm().all_reduce(counts).tolist())
-        if not greedy and not held_out and not self._idle_metrics:
-            self._idle_metrics = measure_idle_slots(result, row_exchange.WorldComm())
+        if not greedy and not held_out and not self._engine_metrics:
+            self._engine_metrics = measure_engines(result, row_exchange.WorldComm())
         return _gather_rollouts(result.rollouts if result else [], self.version)
 
     def _run_engine(
@@ -456,7 +458,7 @@ class RolloutWorker(Worker):
         if recovery_metrics or any(self._lost_counts.values()):
             recovery_metrics |= {name: float(count) for name, count in self._lost_counts.items()}
         return (
-            self._idle_metrics
+            self._engine_metrics
             | self._stream.metrics
             | self._agent_metrics.metrics
             | self._tool_monitor.metrics
@@ -523,13 +525,15 @@ class RolloutWorker(Worker):
         return rollouts
 
 
-def measure_idle_slots(result: GenerationResult | None, comm: Comm) -> dict[str, float]:
-    """Return the share of the engines' slots that were idle until the last engine was done. result: of this rank's
-    engine, if it leads one. Collective."""
-    rows = [] if result is None else [[result.num_slots, result.seconds, result.busy_seconds]]
-    slots, seconds, busy = comm.all_gather_rows(torch.tensor(rows, dtype=torch.float64).reshape(-1, 3)).T
+def measure_engines(result: GenerationResult | None, comm: Comm) -> dict[str, float]:
+    """Return the share of the engines' slots that were idle until the last engine was done, and their queues and
+    caches. result: of this rank's engine, if it leads one. Collective."""
+    sizes = [] if result is None else [[result.num_slots, result.seconds, result.busy_seconds, *result.usage.to_row()]]
+    rows = comm.all_gather_rows(torch.tensor(sizes, dtype=torch.float64).reshape(-1, 3 + USAGE_WIDTH))
+    slots, seconds, busy = rows[:, :3].T
     offered = float(slots.sum()) * max(seconds.tolist(), default=0.0)
-    return {"rollout/idle_frac": 1 - float(busy.sum()) / offered} if offered else {}
+    usage = EngineUsage.of_rows(rows[:, 3:].tolist()).metrics if len(rows) else {}
+    return usage | ({"rollout/idle_frac": 1 - float(busy.sum()) / offered} if offered else {})
 
 
 def _gather_rollouts(rollouts: Sequence[Rollout], version: int) -> Rollouts:
