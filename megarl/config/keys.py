@@ -397,11 +397,11 @@ class RolloutConfig:
     """Concurrent conversations per engine, not counting those that wait for a tool, which may be as many again. An
     engine has up to twice as many tool processes, each started only when a call would otherwise wait. An environment
     has one process per conversation."""
-    fit_kv_cache: bool = True
-    """Adapt the number of conversations, at most those of `rollout.concurrency`, to the engine's KV cache: once an
-    engine evicts prefixes that the next turns need, or retracts requests, the youngest conversations wait until the
-    others leave room. Waits for tools that are long compared with computing the prefixes again take no room. With
-    SGLang; not with `rollout.external`."""
+    fit_kv_cache: bool = False
+    """Adapt the number of conversations in flight, at most those of `rollout.concurrency`, to the engine's KV cache.
+    Once it evicts prefixes that next turns need, or retracts requests, the youngest conversations wait until the others
+    leave room. Conversations that wait long for a tool take no room. `engine/evicted_frac` shows whether it is needed.
+    For SGLang, without `rollout.external`."""
     asynchronous: bool = False
     """Engines on separate ranks (`placement.rollout`) keep generating while the others train, and engines that share
     ranks with models whenever these leave them the device: a step's prompts start up to `rollout.max_staleness` steps

@@ -267,6 +267,7 @@ def validate(
     passes(rollout_checks.check_oversampling, config, declared, warnings)
     passes(rollout_checks.check_expert_balance, config, declared)
     passes(rollout_checks.check_external, config, declared)
+    passes(rollout_checks.check_cache_budget, config, declared)
     passes(rollout_checks.check_external_weights_dir, config, declared)
     passes(rollout_checks.check_served_adapters, config, declared)
     is_data_readable = passes(checks.check_data, config, declared, dry_run, warnings)
@@ -335,6 +336,7 @@ def check_step(hf: HFConfig, config: Config, declared: Requirements) -> None:
     checks.check_schedule(config, declared)
     checks.check_batch(config, declared, [])
     rollout_checks.check_external(config, declared)
+    rollout_checks.check_cache_budget(config, declared)
     rollout_checks.check_served_adapters(config, declared)
     if declared.has_rollout:
         engine_backend(config).check_sampling(config)

@@ -112,13 +112,15 @@ class EngineLoad:
         num_running, num_waiting: requests in its batch, and in its queue
         cache_usage: share of the KV cache that running requests use; prefixes that could be evicted do not count
         capacity: tokens that the KV cache holds; 0 if unknown
-        prefill_s: seconds that it computes per prompt token; 0 if unknown
+        prefilled, prefill_s: prompt tokens that it has computed since its start, and the seconds that this took; 0 if
+            unknown
     """
 
     num_running: int = 0
     num_waiting: int = 0
     cache_usage: float = 0.0
     capacity: int = 0
+    prefilled: int = 0
     prefill_s: float = 0.0
 
 

@@ -319,8 +319,7 @@ def parse_load(ranks: Sequence[Mapping[str, Any]]) -> EngineLoad | None:
     computed, busy_us = (
         sum(rank.get(f"total_prefill_{name}", 0) for rank in ranks) for name in ("uncached_tokens", "busy_us")
     )
-    prefill_s = busy_us / 1e6 / computed if computed else 0.0
-    return EngineLoad(running, waiting, used / max(1, capacity), capacity, prefill_s)
+    return EngineLoad(running, waiting, used / max(1, capacity), capacity, computed, busy_us / 1e6)
 
 
 def is_truncated_sampling(params: Mapping[str, Any]) -> bool:

@@ -10,7 +10,7 @@ oldest conversations use the engine, as many as fit in a budget of tokens, and t
 The budget is unlimited until prefixes are lost. Then it follows the rule of DCTCP (Alizadeh et al., SIGCOMM 2010): a
 round without losses raises it by a share, and a round with losses lowers it by half of their share.
 
-A prefix is worth its place only for so long: see `patience_s`.
+A prefix is worth its place only for so long: see `PrefillCost`.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ _MIN_ROUND = 8
 """Smallest number of responses in a round."""
 _PATIENCE = 0.5
 """Ratio of `patience_s` to the time in which the engine could compute its whole cache again."""
+_MIN_PREFILLED = 1024
+"""Prompt tokens of the shortest interval in which their cost is measured."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +82,34 @@ class CacheBudget:
         return replace(self, tokens=budget, num_responses=0, num_lost=0)
 
 
-def patience_s(load: EngineLoad) -> float:
-    """Return the seconds for which a conversation that waits for a tool keeps its place in the budget.
+@dataclass(frozen=True)
+class PrefillCost:
+    """What a prompt token costs an engine, from two reads of its load.
 
-    To keep a prefix costs cache that running requests could use, the longer the more; to compute it again costs the
-    engine's time. The two are about equal after the time in which the engine could compute its whole cache again (the
-    five-minute rule of Gray and Putzolu, 1987, for a KV cache).
+    A step has a cost of its own, however few tokens it computes. So the smallest cost of all intervals counts.
+
+    Attributes:
+        token_s: seconds per prompt token; 0 until known
+        last: load of the last read
     """
-    return _PATIENCE * load.capacity * load.prefill_s
+
+    token_s: float = 0.0
+    last: EngineLoad | None = None
+
+    def update(self, load: EngineLoad) -> Self:
+        """Return the cost after another read. An interval with few tokens is extended."""
+        if self.last is None or load.prefilled < self.last.prefilled:
+            return replace(self, last=load)
+        tokens, seconds = load.prefilled - self.last.prefilled, load.prefill_s - self.last.prefill_s
+        if tokens < _MIN_PREFILLED:
+            return self
+        return replace(self, token_s=min(self.token_s or UNLIMITED, seconds / tokens), last=load)
+
+    def patience_s(self, capacity: int) -> float:
+        """Return the seconds for which a conversation that waits for a tool keeps its place in the budget.
+
+        To keep a prefix costs cache that running requests could use, the longer the more; to compute it again costs the
+        engine's time. The two are about equal after the time in which the engine could compute its whole cache of
+        `capacity` tokens again (the five-minute rule of Gray and Putzolu, 1987, for a KV cache).
+        """
+        return _PATIENCE * capacity * self.token_s

@@ -74,24 +74,24 @@ class EngineUsage:
         if not rows:
             return EngineUsage()
         *sums, maxima = zip(*rows, strict=True)
-        return EngineUsage(*map(sum, sums), max_cache_usage=max(maxima))
+        return EngineUsage(*map(sum, sums), max(maxima))
 
     @property
     def metrics(self) -> dict[str, float]:
         """Means per engine and read; without reads only what the responses say."""
-        metrics = {"rollout/retractions": self.num_retractions}
+        metrics = {"engine/retractions": self.num_retractions}
         if self.num_continued:
-            metrics["rollout/evicted_frac"] = self.num_evicted / self.num_continued
+            metrics["engine/evicted_frac"] = self.num_evicted / self.num_continued
         if self.num_reads:
             metrics |= {
-                "rollout/running_requests": self.running / self.num_reads,
-                "rollout/waiting_requests": self.waiting / self.num_reads,
-                "rollout/held_conversations": self.held / self.num_reads,
-                "rollout/cache_usage_mean": self.cache_usage / self.num_reads,
-                "rollout/cache_usage_max": self.max_cache_usage,
+                "engine/running_requests": self.running / self.num_reads,
+                "engine/waiting_requests": self.waiting / self.num_reads,
+                "engine/held_conversations": self.held / self.num_reads,
+                "engine/cache_usage_mean": self.cache_usage / self.num_reads,
+                "engine/cache_usage_max": self.max_cache_usage,
             }
         if self.num_budgeted:
-            metrics["rollout/cache_budget"] = self.budget / self.num_budgeted
+            metrics["engine/cache_budget"] = self.budget / self.num_budgeted
         return metrics
 
 

@@ -26,7 +26,7 @@ from megarl.engine.engine_protocol import (
     TokenCallback,
 )
 from megarl.engine.external_client import SharedClient
-from megarl.rollout.cache_budget import UNLIMITED, CacheBudget, patience_s
+from megarl.rollout.cache_budget import UNLIMITED, CacheBudget, PrefillCost
 from megarl.rollout.engine_usage import EngineUsage
 from megarl.rollout.partial_rollouts import merge_turns
 from megarl.types import Ids, Image, SamplingMask, as_token_ids
@@ -55,6 +55,7 @@ class RequestGate:
     def __init__(self, policy: Policy, num_slots: int, budget: CacheBudget | None = None) -> None:
         self.policy, self.num_slots = policy, num_slots
         self.budget, self.usage, self.load = budget, EngineUsage(), EngineLoad()
+        self.prefill_cost = PrefillCost()
         self._slots: dict[RequestSlot, None] = {}
         """Running conversations, in the order in which they started."""
         self._fitting: set[RequestSlot] | None = None
@@ -115,7 +116,12 @@ class RequestGate:
 
     def has_lost_place(self, slot: RequestSlot) -> bool:
         """Return whether a conversation has waited for tools for longer than its prefix is worth its place."""
-        return slot.idle_since is not None and _now() - slot.idle_since > patience_s(self.load)
+        return slot.idle_since is not None and _now() - slot.idle_since > self.patience_s
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds for which a conversation that waits for tools keeps its place in the budget."""
+        return self.prefill_cost.patience_s(self.load.capacity)
 
     def count_response(self, reusable: int, generation: Generation) -> None:
         """Adapt the budget to a response. reusable: tokens of the prompt that the engine should have had."""
@@ -131,7 +137,7 @@ class RequestGate:
         """Read the engine's load while requests are open, until cancelled."""
         while isinstance(self.policy, LoadSource):
             if self.num_requests and (load := await self.policy.read_load()) is not None:
-                self.load = load
+                self.load, self.prefill_cost = load, self.prefill_cost.update(load)
                 num_held = sum(not self.is_fitting(slot) for slot in self._count_tokens())
                 self.usage = self.usage.add_load(load, num_held, self.budget.tokens if self.budget else UNLIMITED)
             self._fitting = None  # conversations lose their places as time passes

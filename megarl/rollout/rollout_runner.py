@@ -90,7 +90,7 @@ class RolloutRunner:
         self._stream_task: asyncio.Task[None] | None = None
         self._stream_engine_start = 0
         """The engine's start number to which the stream is bound."""
-        self._budget = CacheBudget() if config.fit_kv_cache and external is None else None
+        self._budget = CacheBudget() if config.fit_kv_cache else None
         """Budget of the next generation: that of the last one at its end."""
         self._client_by_gate: dict[RequestGate, EngineClient] = {}
         """Clients of running generations outside the stream."""

@@ -18,6 +18,7 @@ from megarl.dry_run.rollout_checks import (
     check_asynchronous,
     check_enough_prompts,
     check_expert_balance,
+    check_cache_budget,
     check_external,
     check_external_weights_dir,
     check_oversampling,
@@ -240,3 +241,15 @@ def test_an_engine_that_is_added_during_the_run_is_refused_beside_adapters() -> 
 def test_one_policy_with_an_adapter_may_be_asynchronous() -> None:
     config = served({"max_loras": 1, "asynchronous": True}, algorithm="grpo")
     check_served_adapters(config, load_requirements(config))
+
+
+def test_cache_budget_needs_an_engine_that_reports_its_load() -> None:
+    for rollout in ({}, {"replay": "/run", "engine": "vllm"}):
+        config = make_config(fit_kv_cache=True, **rollout)
+        check_cache_budget(config, load_requirements(config))
+    config = make_config(engine="vllm", external=["10.0.0.5:7000"])
+    check_cache_budget(config, load_requirements(config))
+    for rollout, text in (({"engine": "vllm"}, "engine=vllm"), ({"external": ["10.0.0.5:7000"]}, "external")):
+        config = make_config(fit_kv_cache=True, **rollout)
+        with pytest.raises(ConfigError, match=f"rollout.fit_kv_cache with rollout.{text}"):
+            check_cache_budget(config, load_requirements(config))

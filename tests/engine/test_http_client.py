@@ -15,7 +15,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from megarl.engine import http_client as module
-from megarl.engine.engine_protocol import EngineLost, Generation, RequestFailed
+from megarl.engine.engine_protocol import EngineLoad, EngineLost, Generation, RequestFailed
 from megarl.engine.http_client import HTTPClient, decode_indices, decode_routing, is_truncated_sampling
 from megarl.models.routing import RoutingShape
 from megarl.models.sparse_indices import IndexShape
@@ -399,3 +399,51 @@ def test_retries_failed_requests_a_few_times(faults: int, fails: bool) -> None:
     else:
         assert asyncio.run(run()) == 1
     assert len(request_ids) == 3
+
+
+def read_load(answer: Any, status: int = 200) -> EngineLoad | None:
+    """Read the load of a server that answers with `answer`, or closes its port if that is None."""
+
+    async def run() -> EngineLoad | None:
+        async def respond(request: web.Request) -> web.Response:
+            assert request.query["include"] == "core"
+            return web.json_response(answer, status=status)
+
+        app = web.Application()
+        app.router.add_get("/v1/loads", respond)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        assert site._server is not None
+        port = site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
+        if answer is None:
+            await runner.cleanup()
+        try:
+            async with HTTPClient(f"http://127.0.0.1:{port}", "key", 30.0) as client:
+                return await client.read_load()
+        finally:
+            await runner.cleanup()
+
+    return asyncio.run(run())
+
+
+RANK_LOAD = {
+    **{"num_running_reqs": 3, "num_waiting_reqs": 1, "num_used_tokens": 300, "max_total_num_tokens": 1000},
+    **{"total_prefill_uncached_tokens": 500, "total_prefill_busy_us": 2_000_000},
+}
+
+
+def test_reads_the_load_of_all_data_parallel_ranks() -> None:
+    assert read_load({"loads": [RANK_LOAD]}) == EngineLoad(3, 1, 0.3, 1000, 500, 2.0)
+    assert read_load({"loads": [RANK_LOAD, RANK_LOAD]}) == EngineLoad(6, 2, 0.3, 2000, 1000, 4.0)
+
+
+@pytest.mark.parametrize(("answer", "status"), [({"loads": []}, 200), ({}, 200), ([], 200), ({}, 404), (None, 200)])
+def test_load_is_unknown_without_a_valid_answer(answer: Any, status: int) -> None:
+    assert read_load(answer, status) is None
+
+
+def test_counts_retractions() -> None:
+    assert generate(make_answer(num_retractions=2)).retractions == 2
+    assert generate(make_answer()).retractions == 0

@@ -8,11 +8,15 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from scripted import END, ScriptedPolicy
 
-from megarl.engine.engine_protocol import NOT_RECORDED, Generation, RecordedPrefix
-from megarl.rollout.request_gate import RequestGate, merge_generations
+from megarl.engine.engine_protocol import NOT_RECORDED, EngineLoad, Generation, RecordedPrefix
+from megarl.rollout import request_gate
+from megarl.rollout.cache_budget import UNLIMITED, CacheBudget, PrefillCost
+from megarl.rollout.engine_usage import EngineUsage
+from megarl.rollout.request_gate import RequestGate, RequestSlot, merge_generations
 from megarl.types import SamplingMask, as_token_ids
 
 
@@ -157,3 +161,107 @@ def test_idle_conversation_makes_room_for_another() -> None:
         return result
 
     assert asyncio.run(run()) == [False, True, False]
+
+
+class CachedPolicy(ScriptedPolicy):
+    """A policy with a load, that finds `cached` tokens of each prompt in its cache."""
+
+    def __init__(self, cached: int = 0, retractions: int = 0) -> None:
+        super().__init__("3")
+        self.cached, self.retractions = cached, retractions
+
+    async def generate(self, *args: Any, **kwargs: Any) -> Generation:
+        generation = await super().generate(*args, **kwargs)
+        return replace(generation, cached=self.cached, retractions=self.retractions)
+
+    async def read_load(self) -> EngineLoad:
+        return LOAD
+
+
+LOAD = EngineLoad(num_running=3, cache_usage=0.5, capacity=1000)
+PROMPT_IDS = as_token_ids(range(300))
+
+
+async def take_turns(slot: RequestSlot, turns: int) -> None:
+    ids = PROMPT_IDS
+    for _ in range(turns):
+        ids = np.concatenate([ids, as_token_ids((await slot.generate(ids, {"max_new_tokens": 4})).token_ids)])
+
+
+@pytest.mark.parametrize(("cached", "retractions", "is_lowered"), [(0, 0, True), (290, 0, False), (290, 1, True)])
+def test_lost_prefixes_and_retractions_lower_the_budget(cached: int, retractions: int, is_lowered: bool) -> None:
+    async def run() -> RequestGate:
+        gate = RequestGate(CachedPolicy(cached, retractions), 4, CacheBudget())
+        gate.load, gate.prefill_cost = LOAD, PrefillCost(1.0)
+        await take_turns(gate.open_slot(len(PROMPT_IDS)), 9)
+        return gate
+
+    gate = asyncio.run(run())
+    assert gate.budget is not None and (gate.budget.tokens < UNLIMITED) == is_lowered
+    usage = gate.pop_usage()
+    assert (usage.num_continued, usage.num_evicted) == (8, 0 if cached else 8)
+    assert usage.num_retractions == 9 * retractions and gate.pop_usage() == EngineUsage()
+
+
+def test_a_prefix_is_not_expected_after_a_pause() -> None:
+    async def run() -> EngineUsage:
+        gate = RequestGate(CachedPolicy(), 4)
+        slot = gate.open_slot()
+        await take_turns(slot, 1)
+        await gate.pause("retract")
+        gate.reopen()
+        await take_turns(slot, 1)
+        return gate.pop_usage()
+
+    assert asyncio.run(run()).num_continued == 0
+
+
+def test_youngest_conversation_waits_until_the_oldest_has_ended() -> None:
+    async def run() -> None:
+        policy = CachedPolicy(cached=300)
+        gate = RequestGate(policy, 4, CacheBudget(700.0))
+        gate.load, gate.prefill_cost = LOAD, PrefillCost(1.0)
+        slots = [gate.open_slot(300) for _ in range(3)]
+        assert [gate.is_fitting(slot) for slot in slots] == [True, True, False]
+        waiting = asyncio.create_task(take_turns(slots[2], 1))
+        await take_turns(slots[0], 2)
+        assert not waiting.done() and len(policy.requests) == 2
+        slots[0].release()
+        await waiting
+        assert len(policy.requests) == 3
+
+    asyncio.run(run())
+
+
+def test_conversation_that_waits_long_for_a_tool_loses_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_gate, "_LOAD_S", 0.01)
+
+    async def run() -> None:
+        policy = CachedPolicy(cached=300)
+        gate = RequestGate(policy, 4, CacheBudget(500.0))
+        observer = asyncio.create_task(gate.observe_load())
+        gate.load, gate.prefill_cost = LOAD, PrefillCost(1e-4)  # the patience is 50 ms
+        first, second = gate.open_slot(300), gate.open_slot(300)
+        first.mark_idle()
+        assert not gate.is_fitting(second)
+        async with asyncio.timeout(10.0):
+            await take_turns(second, 2)
+        assert gate.has_lost_place(first)
+        observer.cancel()
+
+    asyncio.run(run())
+
+
+def test_observes_the_load_while_requests_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_gate, "_LOAD_S", 0.001)
+
+    async def run() -> EngineUsage:
+        gate = RequestGate(CachedPolicy(), 4)
+        observer = asyncio.create_task(gate.observe_load())
+        while not gate.usage.num_reads:
+            await take_turns(gate.open_slot(), 1)
+        observer.cancel()
+        return gate.pop_usage()
+
+    usage = asyncio.run(run())
+    assert usage.running == 3 * usage.num_reads and usage.max_cache_usage == 0.5

@@ -99,6 +99,7 @@ STAND_INS: dict[str, dict[str, Any]] = {
     },
     "asynchronous": {"start_host": Process, "run_timed": lambda *_: {"step": 1.0, "processor s": 2.0}},
     "turns": {"start_engine": start_nothing, "compare": compare_turns, "ChatTemplate": Chat, "load_tools": Process},
+    "concurrency": {},
     "boxes": {
         **{"Sandbox": Box, "inherit_orphans": Process},
         **{"measure_alternating": measure_boxes, "measure_concurrent": measure_boxes_at_once},
@@ -118,6 +119,7 @@ STAND_INS: dict[str, dict[str, Any]] = {
 }
 """By command, what stands in for the work of its module."""
 OPTIONS = {"trl": ["--trl", "python"], "observe": ["--blocks", "2", "--steps", "2"]}
+OPTIONS["concurrency"] = ["--conversations", "2"]
 OPTIONS["flow"] = ["--ranks", "1", "--against", "HEAD"]
 
 

@@ -99,7 +99,7 @@ class EngineCounts:
 
 
 class SimulatedEngine:
-    """A `Policy` that writes `params["num_tokens"]` tokens. The first id of a prompt identifies its conversation."""
+    """A `Policy` that writes `params["num_tokens"]` tokens of the conversation `params["conversation"]`."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
@@ -110,6 +110,8 @@ class SimulatedEngine:
         """Cached tokens of conversations without a running request, the least recently used first."""
         self._computed: dict[int, int] = {}
         """Tokens of each conversation that the engine has computed at least once."""
+        self._prefill = 0, 0.0
+        """Prompt tokens computed, and the seconds that this took."""
         self._wake = asyncio.Event()
         self._ratio = 0.7
         """Share of the possible tokens that a running request is expected to write, as SGLang estimates it."""
@@ -123,7 +125,7 @@ class SimulatedEngine:
         **__: Any,
     ) -> Generation:
         done = asyncio.get_running_loop().create_future()
-        request = _Request(int(ids[0]), len(ids), params["num_tokens"], params["max_new_tokens"], done)
+        request = _Request(params["conversation"], len(ids), params["num_tokens"], params["max_new_tokens"], done)
         self._waiting.append(request)
         self._wake.set()
         await done
@@ -137,7 +139,7 @@ class SimulatedEngine:
     async def read_load(self) -> EngineLoad:
         used = sum(request.tokens for request in self._running)
         capacity = self._spec.capacity
-        return EngineLoad(len(self._running), len(self._waiting), used / capacity, capacity, self._spec.prefill_s)
+        return EngineLoad(len(self._running), len(self._waiting), used / capacity, capacity, *self._prefill)
 
     async def run(self) -> None:
         """Compute until cancelled."""
@@ -149,7 +151,9 @@ class SimulatedEngine:
                 await self._wake.wait()
                 self.counts.idle_s += clock() - began
             if prefilled := self._admit():
-                await asyncio.sleep(prefilled * self._spec.prefill_s + self._spec.step_s)
+                seconds = prefilled * self._spec.prefill_s + self._spec.step_s
+                await asyncio.sleep(seconds)
+                self._prefill = self._prefill[0] + prefilled, self._prefill[1] + seconds
             elif self._running:
                 await self._decode()
             else:
@@ -241,6 +245,7 @@ class Workload:
         tool_s: median seconds of a call
         tail: sigma of the log-normal distributions
         max_response: tokens that a response may have
+        max_context: tokens at which a conversation ends
     """
 
     conversations: int = 256
@@ -251,6 +256,7 @@ class Workload:
     tool_s: float = 2.0
     tail: float = 1.0
     max_response: int = 4096
+    max_context: int = 65536
 
     def draw(self, number: int) -> SimulatedConversation:
         rng = np.random.default_rng(number)
@@ -261,7 +267,9 @@ class Workload:
 
         calls = [float(value) for value in self.tool_s * rng.lognormal(0, self.tail, turns)]
         sizes = lengths(self.response, self.max_response), lengths(self.result, 8192)
-        return SimulatedConversation(number, lengths(self.prompt, 16384)[0], *sizes, calls, self.max_response)
+        return SimulatedConversation(
+            number, lengths(self.prompt, self.max_context // 4)[0], *sizes, calls, self.max_response, self.max_context
+        )
 
 
 @dataclass(frozen=True)
@@ -272,3 +280,4 @@ class SimulatedConversation:
     results: list[int]
     calls: list[float]
     max_response: int
+    max_context: int
