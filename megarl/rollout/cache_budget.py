@@ -32,7 +32,7 @@ _MIN_FILL = 0.5
 """Smallest budget, as a share of the cache. So many tokens fit in any case; losses then have another cause."""
 _MIN_ROUND = 8
 """Smallest number of responses in a round."""
-_PATIENCE = 0.5
+_PATIENCE = 0.25
 """Ratio of `patience_s` to the time in which the engine could compute its whole cache again."""
 _MIN_PREFILLED = 1024
 """Prompt tokens of the shortest interval in which their cost is measured."""
@@ -110,6 +110,7 @@ class PrefillCost:
 
         To keep a prefix costs cache that running requests could use, the longer the more; to compute it again costs the
         engine's time. The two are about equal after the time in which the engine could compute its whole cache of
-        `capacity` tokens again (the five-minute rule of Gray and Putzolu, 1987, for a KV cache).
+        `capacity` tokens again (the five-minute rule of Gray and Putzolu, 1987, for a KV cache); in simulations a part
+        of it costs least.
         """
         return _PATIENCE * capacity * self.token_s

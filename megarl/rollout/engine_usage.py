@@ -73,8 +73,9 @@ class EngineUsage:
         """Return the sums over the rows of several engines; of the last field the maximum."""
         if not rows:
             return EngineUsage()
-        *sums, maxima = zip(*rows, strict=True)
-        return EngineUsage(*map(sum, sums), max(maxima))
+        values = [sum(column) for column in zip(*rows, strict=True)]
+        values[-1] = max(row[-1] for row in rows)
+        return EngineUsage(*values)
 
     @property
     def metrics(self) -> dict[str, float]:

@@ -16,9 +16,9 @@ from megarl.config import Config, ConfigError, from_dict
 from megarl.controllers.controller import load_requirements
 from megarl.dry_run.rollout_checks import (
     check_asynchronous,
+    check_cache_budget,
     check_enough_prompts,
     check_expert_balance,
-    check_cache_budget,
     check_external,
     check_external_weights_dir,
     check_oversampling,

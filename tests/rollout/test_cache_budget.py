@@ -58,15 +58,15 @@ def test_the_oldest_conversation_always_fits(tokens: list[int], count: int) -> N
     assert CacheBudget(800.0).count_fitting(tokens) == count
 
 
-def test_patience_is_half_the_time_to_compute_the_cache_again() -> None:
+def test_patience_is_a_quarter_of_the_time_to_compute_the_cache_again() -> None:
     cost = PrefillCost()
     assert cost.patience_s(1000) == 0
     cost = cost.update(EngineLoad(prefilled=10_000, prefill_s=90.0))  # of which the start took most
     assert cost.patience_s(1000) == 0
     cost = cost.update(EngineLoad(prefilled=12_000, prefill_s=110.0))
-    assert cost.patience_s(1000) == pytest.approx(5.0)
+    assert cost.patience_s(1000) == pytest.approx(2.5)
     cost = cost.update(EngineLoad(prefilled=12_100, prefill_s=120.0))  # a small step costs more per token
     cost = cost.update(EngineLoad(prefilled=14_000, prefill_s=150.0))
-    assert cost.patience_s(1000) == pytest.approx(5.0)
+    assert cost.patience_s(1000) == pytest.approx(2.5)
     restarted = cost.update(EngineLoad(prefilled=100, prefill_s=1.0))
     assert restarted.update(EngineLoad(prefilled=2100, prefill_s=3.0)).token_s == pytest.approx(1e-3)

@@ -240,7 +240,7 @@ def test_conversation_that_waits_long_for_a_tool_loses_its_place(monkeypatch: py
         policy = CachedPolicy(cached=300)
         gate = RequestGate(policy, 4, CacheBudget(500.0))
         observer = asyncio.create_task(gate.observe_load())
-        gate.load, gate.prefill_cost = LOAD, PrefillCost(1e-4)  # the patience is 50 ms
+        gate.load, gate.prefill_cost = LOAD, PrefillCost(1e-4)  # the patience is 25 ms
         first, second = gate.open_slot(300), gate.open_slot(300)
         first.mark_idle()
         assert not gate.is_fitting(second)
