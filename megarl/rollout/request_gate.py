@@ -33,6 +33,8 @@ from megarl.types import Ids, Image, SamplingMask, as_token_ids
 
 _LOAD_S = 1.0
 """Seconds between reads of the engine's load."""
+_FIRST_LOAD_S = 0.2
+"""Seconds from the first conversation until the first read."""
 _MIN_PREFIX = 128
 """Shortest prefix whose loss counts. A page of the engine's cache may have as many tokens."""
 _RETRY_S = 0.1
@@ -135,6 +137,8 @@ class RequestGate:
 
     async def observe_load(self) -> None:
         """Read the engine's load while requests are open, until cancelled."""
+        await self.wait_until(lambda: self.num_conversations > 0)
+        await asyncio.sleep(_FIRST_LOAD_S)
         while isinstance(self.policy, LoadSource):
             if self.num_requests and (load := await self.policy.read_load()) is not None:
                 self.load, self.prefill_cost = load, self.prefill_cost.update(load)

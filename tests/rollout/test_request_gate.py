@@ -254,6 +254,7 @@ def test_conversation_that_waits_long_for_a_tool_loses_its_place(monkeypatch: py
 
 def test_observes_the_load_while_requests_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_gate, "_LOAD_S", 0.001)
+    monkeypatch.setattr(request_gate, "_FIRST_LOAD_S", 0.001)
 
     async def run() -> EngineUsage:
         gate = RequestGate(CachedPolicy(), 4)

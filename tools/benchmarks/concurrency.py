@@ -4,8 +4,8 @@
 
 Conversations have long-tailed numbers of turns, lengths and tool times. The gate that holds them back is the run's, the
 engine is simulated (`simulated_engine.py`): several tool times on three kinds of engine. With FOLDER of
-tools/make_quickstart.py it is SGLang on one core of this machine, with a KV cache of `--capacity` tokens; the workload
-is then 24 conversations of up to 10 turns, with short tool times.
+tools/make_quickstart.py, or another one with a folder `model`, it is SGLang on one core of this machine, with a KV
+cache of `--capacity` tokens, and the workload is 24 conversations of up to 10 turns with short tool times.
 
 Columns: tokens of earlier turns that the engine computed again, for each generated token; then the run's own metrics of
 queue and cache, `engine/...`.
