@@ -401,7 +401,7 @@ class RolloutConfig:
     """Adapt the number of conversations in flight, at most those of `rollout.concurrency`, to the engine's KV cache.
     Once it evicts prefixes that next turns need, or retracts requests, the youngest conversations wait until the others
     leave room. Conversations that wait long for a tool take no room. `engine/evicted_frac` shows whether it is needed.
-    For SGLang, without `rollout.external`."""
+    Without `rollout.external`, whose engines have caches of their own."""
     asynchronous: bool = False
     """Engines on separate ranks (`placement.rollout`) keep generating while the others train, and engines that share
     ranks with models whenever these leave them the device: a step's prompts start up to `rollout.max_staleness` steps

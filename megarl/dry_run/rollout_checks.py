@@ -181,16 +181,11 @@ def check_external(config: Config, declared: Requirements) -> None:
 
 
 def check_cache_budget(config: Config, declared: Requirements) -> None:
-    """Check that the engines report what `rollout.fit_kv_cache` follows, and that there is one cache to fit."""
+    """Check that `rollout.fit_kv_cache` has one KV cache to fit."""
     for role, rollout in rollout_settings(config, declared.roles).items():
         key = engine_key(config, role, "fit_kv_cache")
         if not rollout.fit_kv_cache or rollout.replay:
             continue
-        if rollout.engine == "vllm":
-            raise ConfigError(
-                f"{key} with {engine_key(config, role, 'engine')}=vllm, which does not report its load here: set the "
-                "first to false"
-            )
         if rollout.external:
             raise ConfigError(
                 f"{key} with {engine_key(config, role, 'external')}: conversations of external engines are in caches "

@@ -61,7 +61,8 @@ class Generation:
     then of the distribution over these.
     drafted, accepted: number of draft tokens (rollout.num_speculative_tokens), and how many of them were accepted.
     cached: number of prompt tokens found in the engine's prefix cache; -1 if not reported.
-    retractions: how often the engine stopped the request because its KV cache was full, to compute it again later.
+    retractions: how often the engine stopped the request because its KV cache was full, to compute it again later; 0
+        with vLLM, which does not report it.
     """
 
     token_ids: Ids

@@ -243,13 +243,13 @@ def test_one_policy_with_an_adapter_may_be_asynchronous() -> None:
     check_served_adapters(config, load_requirements(config))
 
 
-def test_cache_budget_needs_an_engine_that_reports_its_load() -> None:
-    for rollout in ({}, {"replay": "/run", "engine": "vllm"}):
+def test_cache_budget_is_refused_with_external_engines() -> None:
+    for rollout in ({}, {"engine": "vllm"}):
         config = make_config(fit_kv_cache=True, **rollout)
         check_cache_budget(config, load_requirements(config))
-    config = make_config(engine="vllm", external=["10.0.0.5:7000"])
-    check_cache_budget(config, load_requirements(config))
-    for rollout, text in (({"engine": "vllm"}, "engine=vllm"), ({"external": ["10.0.0.5:7000"]}, "external")):
-        config = make_config(fit_kv_cache=True, **rollout)
-        with pytest.raises(ConfigError, match=f"rollout.fit_kv_cache with rollout.{text}"):
-            check_cache_budget(config, load_requirements(config))
+    for fits, replay in ((False, None), (True, "/run")):
+        config = make_config(fit_kv_cache=fits, replay=replay, external=["10.0.0.5:7000"])
+        check_cache_budget(config, load_requirements(config))
+    config = make_config(fit_kv_cache=True, external=["10.0.0.5:7000"])
+    with pytest.raises(ConfigError, match="rollout.fit_kv_cache with rollout.external"):
+        check_cache_budget(config, load_requirements(config))

@@ -67,6 +67,7 @@ def engine_args(config: Config, index: int) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
         "generation_config": "vllm",  # no sampling parameters from the model's folder
         "disable_log_stats": True,
+        "enable_logging_iteration_details": True,  # for the server's /v1/loads, not for a log
         "enable_prefix_caching": True,
         **({"speculative_config": drafts} if rollout.num_speculative_tokens else {}),
         **({"per_request_spec_decode_metrics": "summary"} if rollout.num_speculative_tokens else {}),

@@ -78,6 +78,42 @@ def sampling_values(params: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
+class Load:
+    """What vLLM reports to its loggers, under the names of SGLang's /v1/loads."""
+
+    def __init__(self) -> None:
+        self.values = {"num_running_reqs": 0, "num_waiting_reqs": 0, "num_used_tokens": 0, "max_total_num_tokens": 0}
+        self.values |= {"total_prefill_uncached_tokens": 0, "total_prefill_busy_us": 0}
+
+    def make_logger(self, config: Any, engine_index: int = 0) -> Any:
+        """Return a logger for vLLM, which calls this once it knows the size of the KV cache."""
+        from vllm.v1.metrics.loggers import StatLoggerBase
+
+        self.values["max_total_num_tokens"] = config.cache_config.num_gpu_blocks * config.cache_config.block_size
+        add_step = self.add_step
+
+        class Logger(StatLoggerBase):
+            def __init__(self) -> None: ...
+
+            def log_engine_initialized(self) -> None: ...
+
+            def record(self, scheduler_stats: Any, *others: Any, **named: Any) -> None:
+                if scheduler_stats is not None:
+                    add_step(scheduler_stats)
+
+        return Logger()
+
+    def add_step(self, stats: Any) -> None:
+        """Add a step of the engine. stats: vLLM's SchedulerStats."""
+        values, step = self.values, stats.iteration_details
+        values["num_running_reqs"] = stats.num_running_reqs
+        values["num_waiting_reqs"] = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
+        values["num_used_tokens"] = round(stats.kv_cache_usage * values["max_total_num_tokens"])
+        if step is not None and step.num_ctx_tokens:
+            values["total_prefill_uncached_tokens"] += step.num_ctx_tokens
+            values["total_prefill_busy_us"] += round(step.elapsed_ms * 1000)
+
+
 class Server:
     """The engine and the HTTP server. settings: see `main`."""
 
@@ -93,7 +129,8 @@ class Server:
         arguments = AsyncEngineArgs(**settings["engine_args"], additional_config={SETTINGS: for_workers})
         config = arguments.create_engine_config()
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # the CPU platform has set spawn
-        self._engine = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+        self._load = Load()
+        self._engine = AsyncLLM.from_vllm_config(config, disable_log_stats=True, stat_loggers=[self._load.make_logger])
         self._versions: dict[str, str] = {}
         """Weight version of each adapter, and of the base weights as ""; the engine labels tokens with all of them."""
         self._numbers = itertools.count()
@@ -109,6 +146,7 @@ class Server:
             Path(self._settings["facts"]).write_text(json.dumps({"tool_call_marker": marker}))
             app = web.Application(client_max_size=1 << 30, middlewares=[self._make_guard()])
             app.add_routes([web.get("/health", self.health), web.get("/model_info", self.model_info)])
+            app.add_routes([web.get("/v1/loads", self.loads)])
             for handler in (
                 *(self.generate, self.abort_request, self.flush_cache, self.pause_generation),
                 *(self.continue_generation, self.begin_weight_update, self.end_weight_update),
@@ -319,6 +357,10 @@ class Server:
         """Answer once the engine core has ended a step."""
         await self._engine.get_weight_version()
         return _reply({})
+
+    async def loads(self, request: web.Request) -> web.Response:
+        """Answer with the engine's load after its last step."""
+        return _reply({"loads": [self._load.values]})
 
     async def model_info(self, request: web.Request) -> web.Response:
         """Answer with the weight version, without asking the engine core."""

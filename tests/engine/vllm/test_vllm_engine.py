@@ -90,6 +90,28 @@ def test_matches_transformers_before_and_after_a_weight_sync(
     overwrite_weights(running.engine, EngineLayout(2, ep=2), running.folder, 8)
 
 
+def test_reports_its_load(running: RunningEngine) -> None:
+    """Prompt tokens in the prefix cache are not computed again, and those of a long prompt count in each step."""
+
+    async def run() -> None:
+        async with connect(running) as client:
+            long = [7 + i % 400 for i in range(6000)]
+            await client.generate(long[:1000], GREEDY)
+            before = await client.read_load()
+            out = await client.generate(long, GREEDY)
+            after = await client.read_load()
+            assert before is not None and after is not None and after.capacity >= len(long)
+            assert after.prefilled - before.prefilled == len(long) - out.cached < 6000
+            assert after.prefill_s > before.prefill_s
+            task = asyncio.create_task(client.generate(long, ENDLESS))
+            while not ((load := await client.read_load()) and load.num_running):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            assert (load.num_running, load.num_waiting) == (1, 0) and load.cache_usage >= 6000 / load.capacity
+            await stop(client, [task])
+
+    asyncio.run(run())
+
+
 def assert_mask(probs: torch.Tensor, out: Generation, top_p: float, top_k: int = 500, min_p: float = 0.0) -> None:
     """Check masks and log-probs against `probs` [tokens, vocabulary], fp64, before truncation.
 
