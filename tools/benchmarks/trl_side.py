@@ -13,7 +13,8 @@ WORKS = {"quickstart": (16, 40), "shared": (4, 40)}
 """Workloads: prompts per step, each with 8 answers, and tokens per answer."""
 SAMPLES = 8
 KL = 0.04
-LR = 2e-4
+LR = 1e-7
+"""So small that policies stay random: one that learned would end its answers earlier, and do less work."""
 PROMPT_TOKENS = 300
 """Tokens of a prompt of `shared`; a prompt of the quickstart has about 22."""
 
