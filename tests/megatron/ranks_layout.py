@@ -285,8 +285,8 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
     # The step does not depend on the micro-batches: one per sequence, or all in one.
     large_batches = build(budget=1000)
     _, skipped = large_batches.dispatcher.list_work(batch, forward_only=False)
-    if not batch.keeps_groups:  # whose groups, which have nothing in common here, may be in different micro-batches
-        assert (sum(skipped) > 0) == (reason_against(tiny.HF[family], model.config, device.has_cuda()) is None)
+    is_shared = reason_against(tiny.HF[family], model.config, device.has_cuda()) is None
+    assert (sum(skipped) > 0) == is_shared, (family, role, skipped)
     repeat = large_batches.train_step(batch, loss_fn)
     result["packing"] = abs(repeat[f"{role}/loss"] - metrics[f"{role}/loss"])
     gap = [

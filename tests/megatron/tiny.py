@@ -433,14 +433,22 @@ def batch(lengths: tuple[int, ...] = (7, 19, 12, 3, 1, 26, 11), vocab: int = 200
     ).with_prefixes()
 
 
-def pairs(lengths: tuple[int, ...] = (7, 18, 12, 3, 1, 26, 11, 9)) -> TrainBatch:
-    """Return a batch of preference pairs for a reward model, with one sequence longer than a micro-batch."""
+def pairs(lengths: tuple[int, ...] = (7, 18, 12, 3, 1, 26, 14, 12)) -> TrainBatch:
+    """Return a batch of preference pairs for a reward model, with one sequence longer than a micro-batch.
+
+    Those of the last pair are equal up to the last token of the shorter one.
+    """
     large_batch = batch(lengths)
+    tokens = large_batch.tokens.clone()
+    chosen, rejected = large_batch.cu_seqlens[-3:-1].tolist()
+    common = min(lengths[-2:]) - 1
+    tokens[rejected:][:common] = tokens[chosen:][:common]
+    large_batch = large_batch.with_(tokens=tokens).with_prefixes()
     group = torch.arange(len(lengths) // 2).repeat_interleave(2)
     return large_batch.with_(group=group, loss_weights=pair_mean_weights(large_batch.cu_seqlens), keeps_groups=True)
 
 
-def policy_pairs(lengths: tuple[int, ...] = (7, 18, 12, 3, 5, 26, 11, 9)) -> TrainBatch:
+def policy_pairs(lengths: tuple[int, ...] = (7, 18, 12, 3, 5, 26, 14, 12)) -> TrainBatch:
     """Return a batch of preference pairs for a policy, with a reference's log-probs."""
     result = pairs(lengths)
     noise = torch.randn(len(result.tokens), generator=torch.Generator().manual_seed(6))
