@@ -186,7 +186,8 @@ def independent_ranks() -> dict[str, Any]:
     with run_out_of_memory(model, lambda micro: True):
         # An error of one rank, after which its peers fail too.
         result["unguarded"] = unguarded(model, tiny.batch())
-    pairs, role = tiny.shard_batch(tiny.pairs()), "reward_model"
+    # Of tokens that both sequences of a pair have, gradients cancel, and Adam makes steps of what rounding leaves.
+    pairs, role = tiny.shard_batch(tiny.pairs((7, 18, 12, 3, 11, 9, 26, 1))), "reward_model"
     expected_value = train_steps(build(False, role, max_tokens_per_gpu=80), pairs, preference)
     model = build(True, role, max_tokens_per_gpu=80)
     with run_out_of_memory(model, lambda micro: len(micro.indices) > 2):
