@@ -8,9 +8,10 @@ import hashlib
 import socket
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -21,11 +22,11 @@ from megarl.checkpoint.store import CheckpointStore, RankWrite, StorageError
 from megarl.config import ConfigError
 from megarl.controllers.controller import Flow
 from megarl.launch import exit_status
-from megarl.megatron.dist_checkpoint import WRITERS, StagedCheckpoint, async_copy_bytes, restore_model
+from megarl.megatron.dist_checkpoint import WRITERS, SaveSlot, StagedCheckpoint, async_copy_bytes, restore_model
+from megarl.observe.clock import WAIT
 from megarl.observe.control import Control
 from megarl.observe.run_folder import describe_fresh_start
 from megarl.parallel import ranks, row_exchange
-from megarl.parallel.host_copy import StagingBuffer
 from megarl.parallel.placement import placement_of, role_parallel, split_role
 from megarl.workers.actor import ReferenceWorker, SeparateReferenceWorker
 from megarl.workers.model_worker import TrainingWorker
@@ -53,8 +54,8 @@ class Checkpointer:
         """Settings changed during the run, which a checkpoint holds too; set by the flow once the workers are ready."""
         self.save_error: StorageError | None = None
         """Why the latest due checkpoint could not be written; None if it was, or is still being written."""
-        self._stagings: dict[str, StagingBuffer] = {}
-        """Host copies of trained models, by role, written while training continues."""
+        self._slots: dict[str, SaveSlot] = {}
+        """Plans of saves, and host copies that are written while training continues, by role."""
         self.store = self._open_store()
 
     def trained_models(self) -> dict[str, Any]:
@@ -111,22 +112,26 @@ class Checkpointer:
 
         def stage(folder: Path) -> RankWrite:
             models = []
-            for role, model in self.trained_models().items():
-                staging = self._stagings.setdefault(role, StagingBuffer()) if in_background else None
-                models.append(StagedCheckpoint(model, folder / role, staging))
             for role, reference in self._references.items():
                 if not reference.version or reference.saved_model is None:
                     continue
-                # Copied even for a synchronous save: these weights are in the model only for a moment.
-                staging = self._stagings.setdefault(role, StagingBuffer())
+                slot = self._slots.setdefault(role, SaveSlot())
+                # Copied even for a synchronous save: these weights are in the model only for a moment. They are staged
+                # before trained models, whose copies would else have to be complete before the weights are swapped.
                 with reference.use_reference_weights():
-                    models.append(StagedCheckpoint(reference.saved_model, folder / role, staging, True))
+                    models.append(StagedCheckpoint(reference.saved_model, folder / role, slot, "now", True))
+            for role, model in self.trained_models().items():
+                slot = self._slots.setdefault(role, SaveSlot())
+                copies: Literal["none", "later"] = "later" if in_background else "none"
+                models.append(StagedCheckpoint(model, folder / role, slot, copies, waiting=self._time_wait))
             other_writes = [*(worker.save() for worker in self.workers.values()), self.controller.save()]
             drain = self.log.make_drain()
 
             def write(ended: Callable[[], bool]) -> dict[Path, Entry]:
                 written: dict[Path, Entry] = {}
                 with self.clock.span("save"):
+                    for model in models:  # the next updates wait for all copies, and for no file
+                        model.copy()
                     for model in models:
                         written |= model.write(1 if in_background else WRITERS, ended)
                     for other_write in other_writes:
@@ -134,14 +139,20 @@ class Checkpointer:
                     drain()  # a run resumed from here does not repeat these steps
                 return written
 
-            def finish() -> None:
+            def finish() -> dict[Path, Entry]:
+                written: dict[Path, Entry] = {}
                 for model in models:
-                    model.finish()
+                    written |= model.finish()
+                return written
 
             return RankWrite(write, finish)
 
         error = self._try(step, lambda: self.store.begin(step, host, stage, self.needs.checkpoint), raise_on_error)
         return error if error is not None or in_background else self._finish_save(raise_on_error)
+
+    def _time_wait(self) -> AbstractContextManager[None]:
+        """Measure how long a change of a model waits for the copy of its state, as `time/save_wait`."""
+        return self.clock.phase("save_wait", WAIT)
 
     def _finish_save(self, raise_on_error: bool = False) -> StorageError | None:
         """Wait for the pending write and complete its checkpoint. Errors as in `_save`."""

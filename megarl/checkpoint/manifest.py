@@ -75,6 +75,11 @@ def write_hashed(path: Path, write: Callable[[HashingFile], T]) -> tuple[T, Entr
         stream.close()
 
 
+def write_content(path: Path, content: bytes | memoryview) -> Entry:
+    """Create a file with this content and return its entry. Raises OSError."""
+    return write_hashed(path, lambda stream: stream.write(content))[1]
+
+
 def sync(path: Path) -> None:
     """Sync a file or folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -113,16 +113,17 @@ class StorageError(ConfigError):
 
 class RankWrite(NamedTuple):
     """One rank's part of a checkpoint, captured when this was created. write: writes the rank's files in a thread,
-    without communication. finish: called by all ranks after all have written. Both raise OSError."""
+    without communication. finish: called by all ranks after all have written; returns further files that this rank has
+    written, with hashes. Both raise OSError."""
 
     write: WriteTask
-    finish: Callable[[], None] = lambda: None
+    finish: Callable[[], Mapping[Path, Entry]] = dict
 
 
 class _PendingSave(NamedTuple):
     final: Path
     partial: Path
-    finish: Callable[[], None]
+    finish: Callable[[], Mapping[Path, Entry]]
     background: BackgroundWrite
 
 
@@ -176,11 +177,11 @@ class CheckpointStore:
             part, rng_file = stage(partial), partial / rng_file_name()
 
             def work(ended: Callable[[], bool]) -> dict[Path, Entry]:
-                written = part.write(ended)
+                written = dict(part.write(ended))
+                contents = {rng_file: states.getbuffer()}
                 if ranks.is_lead():
-                    (partial / "host.json").write_text(text)
-                _, entry = manifest.write_hashed(rng_file, lambda stream: stream.write(states.getbuffer()))
-                return {**written, rng_file: entry}
+                    contents[partial / "host.json"] = memoryview(text.encode())
+                return written | {path: manifest.write_content(path, content) for path, content in contents.items()}
 
             self._pending = _PendingSave(final, partial, part.finish, BackgroundWrite(work))
 
@@ -282,19 +283,23 @@ class CheckpointStore:
             self._log(f"{folder.name} was written in another layout: random states are seeded again from its step")
         return host
 
-    def _write_manifest(self, partial: Path, finish: Callable[[], None], written: BackgroundWrite) -> None:
+    def _write_manifest(
+        self, partial: Path, finish: Callable[[], Mapping[Path, Entry]], written: BackgroundWrite
+    ) -> None:
         """Complete the ranks' parts and write the manifest. Call after all ranks have written."""
 
-        def local_files() -> dict[str, Entry]:
-            return {str(file.relative_to(partial)): entry for file, entry in written.result().items()}
+        def gather_files(write: Callable[[], Mapping[Path, Entry]]) -> dict[str, Entry]:
+            parts = ranks.run_on_all(lambda: {str(file.relative_to(partial)): entry for file, entry in write().items()})
+            return _merge_files(parts)
 
-        reported = _merge_files(ranks.run_on_all(local_files))
-        ranks.run_on_all(finish)
+        reported = gather_files(written.result) | gather_files(finish)
         unhashed = ranks.run_on_all(lambda: _list_unhashed(partial, reported), rank_zero_only=True)[0]
         assert unhashed is not None
-        local_names = _local_share(unhashed)
-        hashed = ranks.run_on_all(lambda: {name: manifest.hash_file(partial / name) for name in local_names})
-        files = reported | _merge_files(hashed)
+        files = dict(reported)
+        if unhashed:
+            local_names = _local_share(unhashed)
+            hashed = ranks.run_on_all(lambda: {name: manifest.hash_file(partial / name) for name in local_names})
+            files |= _merge_files(hashed)
 
         def describe() -> None:
             for name in unhashed:

@@ -2,125 +2,200 @@
 
 from __future__ import annotations
 
-import functools
+import dataclasses
+import io
+import itertools
+import json
 import logging
-import os
 import pickle
-import queue
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, SerializationFormat, _write_item
-from torch.distributed.checkpoint.planner import WriteItemType
+from torch.distributed.checkpoint.filesystem import (
+    CURRENT_DCP_VERSION,
+    DEFAULT_SUFFIX,
+    SerializationFormat,
+    _write_item,
+)
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from megarl.checkpoint.manifest import Entry, HashingFile, write_hashed
+from megarl.checkpoint.dist_checkpoint_reader import METADATA_FILE
+from megarl.checkpoint.manifest import Entry, HashingFile, write_content, write_hashed
 from megarl.config import ConfigError
 from megarl.megatron.optimizer import state_tensors
 from megarl.megatron.trainer_model import MegatronModel  # first: it patches Megatron-Core for machines without a GPU
 from megarl.parallel import ranks
-from megarl.parallel.host_copy import StagingBuffer
+from megarl.parallel.host_copy import DeferredCopy, StagingBuffer
 
 from megatron.core import dist_checkpointing  # isort: skip
-from megatron.core.dist_checkpointing import serialization  # isort: skip
+from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig  # isort: skip
+from megatron.core.dist_checkpointing.dict_utils import nested_values  # isort: skip
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica  # isort: skip
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess  # isort: skip
 from megatron.core.dist_checkpointing.strategies import filesystem_async  # isort: skip
 from megatron.core.dist_checkpointing.strategies import torch as strategies  # isort: skip
 
 # Its warnings are advice for users of Megatron's own trainer.
 logging.getLogger("megatron.core.dist_checkpointing").setLevel(logging.ERROR)
 
-Bucket = tuple[str, str, tuple[list[Any], list[Any]]]
-"""A file to write: its path, its name in the checkpoint, and the (item, content) pairs of objects and of tensors."""
-
 WRITERS = 2
 """Writer threads per rank in a synchronous save, one file each."""
 
-_failures: list[Exception] = []
-"""Write errors of rank 0 between two collectives, to be raised after the second."""
+
+class SavePlan(NamedTuple):
+    """Megatron's plan of a save, which holds for all saves of the same shards.
+
+    shards: a description of each of this rank's shards. files: (name, items that are objects, items that are tensors)
+    by file. metadata: the table of all ranks' shards, on the model's first rank.
+    """
+
+    shards: Sequence[Any]
+    files: Sequence[tuple[str, Sequence[WriteItem], Sequence[WriteItem]]]
+    transforms: Any
+    metadata: Metadata | None
+
+
+class SaveSlot:
+    """What the saves of a model have in common: the plan of the last one, and the memory of its copies."""
+
+    def __init__(self) -> None:
+        self.plan: SavePlan | None = None
+        self.staging = StagingBuffer()
 
 
 class StagedCheckpoint:
-    """A planned save of a model; `write` writes this rank's files and `finish` the metadata.
+    """A planned save of a model; `copy` and `write` copy and write this rank's part, and `finish` the metadata.
 
-    Planning and finishing are collective. With `staging`, tensors are copied, so that training may continue meanwhile.
+    Planning and finishing are collective. The plan is that of the slot's last save if no rank has other shards.
+
+    copies: whether tensors are copied, so that training may continue while this is written: not; at once; or `later`,
+        by `copy` in a thread. Those that only updates change are then copied by `copy`, or before the model next
+        changes them, and others at once.
     is_reference: save only the weights of `MegatronModel.sharded_reference`.
+    waiting: context of a model's wait for `copy`.
     """
 
     def __init__(
-        self, model: MegatronModel, folder: Path, staging: StagingBuffer | None = None, is_reference: bool = False
+        self,
+        model: MegatronModel,
+        folder: Path,
+        slot: SaveSlot | None = None,
+        copies: Literal["none", "now", "later"] = "none",
+        is_reference: bool = False,
+        waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        self._ranks = model.ranks
-        ranks.run_on_all(
-            lambda: folder.mkdir(parents=True, exist_ok=True), rank_zero_only=True, group=self._ranks.host_group
-        )
-        _failures.clear()
-        with self._activate_ranks():
-            request = dist_checkpointing.save(
-                model.sharded_reference() if is_reference else model.sharded_state_dict(),
-                str(folder),
-                strategies.TorchDistSaveShardedStrategy(thread_count=WRITERS),
-                async_sharded_save=True,
-                async_strategy="mcore",
-            )
-        self._finish = request.finalize_fns
-        self._buckets: list[Bucket] = []
-        if request.async_fn is not None:  # this rank has something to write
-            _, self._buckets, self._results = request.async_fn_args
-            self._transforms = request.async_fn.args[0][0]
-        if staging is not None:  # replace the tensors, so that this save no longer refers to the model's memory
-            copies = iter(staging.copy_to_host([tensor for _, _, (_, items) in self._buckets for _, tensor in items]))
-            for _, _, (_, items) in self._buckets:
-                items[:] = [(item, next(copies)) for item, _ in items]
-        self._raise_failures()
+        self._ranks, self._folder = model.ranks, folder
+        slot = slot or SaveSlot()
+        state = model.sharded_reference() if is_reference else model.sharded_state_dict()
+        is_lead = ranks.is_lead(self._ranks.host_group)
+        tensors, objects = _list_shards(state, is_lead)
+        shards = [*map(_describe, tensors), *objects]
+
+        def prepare() -> bool:
+            if is_lead:
+                folder.mkdir(parents=True, exist_ok=True)
+            return slot.plan is not None and slot.plan.shards == shards
+
+        if not all(ranks.run_on_all(prepare, group=self._ranks.host_group)):
+            with self._activate_ranks():
+                slot.plan = _make_plan(shards, state, folder)
+        assert slot.plan is not None
+        self._plan, self._results = slot.plan, list[Any]()
+        self._objects = {key: _serialize(contents) for key, contents in objects.items()}
+        sources = {(shard.key, tuple(shard.global_offset)): _data(shard) for shard in tensors}
+        self._tensors = [
+            sources[item.index.fqn, tuple(item.index.offset or ())] for file in self._plan.files for item in file[2]
+        ]
+        self._copy = DeferredCopy(())
+        if copies != "none":
+            pairs = list(zip(self._tensors, slot.staging.allocate(self._tensors), strict=True))
+            self._tensors = [target for _, target in pairs]
+            stable = model.stable_storages() if copies == "later" else ()
+            # A quantized tensor has no plain memory.
+            later = [type(source) is torch.Tensor and source.untyped_storage()._cdata in stable for source, _ in pairs]
+            for (source, target), is_later in zip(pairs, later, strict=True):
+                if not is_later:
+                    target.copy_(source)
+            if any(later):
+                self._copy = DeferredCopy(itertools.compress(pairs, later), waiting)
+                model.protect_until_copied(self._copy)
+
+    def copy(self) -> None:
+        """Make the copies that were left for later. Not collective; may run in any thread."""
+        self._copy.complete()
 
     def write(self, threads: int = 1, ended: Callable[[], bool] = lambda: False) -> dict[Path, Entry]:
-        """Write, hash and sync this rank's files, and return their manifest entries.
+        """Write, hash and sync this rank's files, after `copy`, and return their manifest entries.
 
         Not collective; may run in any thread. Raises OSError.
 
         ended: polled before each tensor; if it returns True, the write raises InterruptedError.
         """
+        self.copy()
         written: dict[Path, Entry] = {}
+        tensors = iter(self._tensors)
+        files = [(*file, [next(tensors) for _ in file[2]]) for file in self._plan.files]
 
-        def write_file(bucket: Bucket) -> list[Any]:
-            path, key, (objects, tensors) = bucket
+        def write_file(file: tuple[str, Sequence[WriteItem], Sequence[WriteItem], list[torch.Tensor]]) -> list[Any]:
+            name, objects, tensor_items, tensors = file
+            pairs: list[tuple[WriteItem, Any]] = [(item, self._objects[item.index.fqn]) for item in objects]
+            pairs += zip(tensor_items, tensors, strict=True)
 
             def write_items(stream: HashingFile) -> list[Any]:
                 results, serialization = [], SerializationFormat.TORCH_SAVE
-                for item, data in [*objects, *tensors]:
+                for item, data in pairs:
                     if ended():
                         raise InterruptedError("the run has ended")
                     if isinstance(data, torch.Tensor):  # torch saves the whole storage behind a tensor
                         data = data.cpu()
                         data = data if data.untyped_storage().nbytes() == data.nbytes else data.clone()
-                    results.append(_write_item(self._transforms, stream, data, item, key, serialization))  # type: ignore[arg-type]
+                    results.append(_write_item(self._plan.transforms, stream, data, item, name, serialization))  # type: ignore[arg-type]
                 return results
 
-            results, written[Path(path)] = write_hashed(Path(path), write_items)
+            results, written[self._folder / name] = write_hashed(self._folder / name, write_items)
             return results
 
-        if not self._buckets:
-            return {}
         if threads == 1:
-            results = list(map(write_file, self._buckets))
+            results = list(map(write_file, files))
         else:
             with ThreadPoolExecutor(threads) as pool:
-                results = list(pool.map(write_file, self._buckets))
-        self._results.put(dict(enumerate(results)))
-        for _, _, items in self._buckets:
-            items[1].clear()
+                results = list(pool.map(write_file, files))
+        self._results = [result for file_results in results for result in file_results]
+        self._tensors = []
         return written
 
-    def finish(self) -> None:
-        """Write the checkpoint's metadata. Collective, after all ranks have written. Raises OSError on all ranks."""
-        with self._activate_ranks():
-            for finish in self._finish:
-                finish()
-        self._raise_failures()
+    def finish(self) -> dict[Path, Entry]:
+        """Write the checkpoint's metadata, and return the manifest entries of its files, on the model's first rank.
+
+        Collective, after all ranks have written. Raises OSError on all ranks.
+        """
+        group = self._ranks.host_group
+        gathered: list[Any] | None = [None] * group.size() if ranks.is_lead(group) else None
+        dist.gather_object(self._results, gathered, group=group, group_dst=0)
+        entries: dict[Path, Entry] = {}
+
+        def write_metadata() -> None:
+            assert self._plan.metadata is not None and gathered is not None
+            metadata = dataclasses.replace(
+                self._plan.metadata,
+                storage_data={result.index: result.storage_data for results in gathered for result in results},
+                storage_meta=StorageMeta(checkpoint_id=str(self._folder)),
+                version=CURRENT_DCP_VERSION,
+            )
+            file_format = dataclasses.asdict(CheckpointingConfig("torch_dist", 1))
+            contents = {METADATA_FILE: pickle.dumps(metadata), CONFIG_FNAME: json.dumps(file_format).encode()}
+            for name, content in contents.items():
+                entries[self._folder / name] = write_content(self._folder / name, content)
+
+        ranks.run_on_all(write_metadata, rank_zero_only=True, group=group)
+        return entries
 
     @contextmanager
     def _activate_ranks(self) -> Iterator[None]:
@@ -130,13 +205,59 @@ class StagedCheckpoint:
             except CheckpointException as error:  # on all ranks
                 raise OSError(" ".join(str(error).split())[-300:]) from None
 
-    def _raise_failures(self) -> None:
-        def raise_first() -> None:
-            if _failures:
-                error = _failures[0]
-                raise error if isinstance(error, OSError) else OSError(f"{type(error).__name__}: {error}")
 
-        ranks.run_on_all(raise_first, group=self._ranks.host_group)
+def _list_shards(state: dict[str, Any], is_lead: bool) -> tuple[list[ShardedTensor], dict[str, list[Any]]]:
+    """Return what this rank writes of a sharded state dict: tensors, and the contents of objects by key.
+
+    Replaces the factories in `state` by what they build. is_lead: whether this is the first of the model's ranks.
+    """
+    sharded, common = save_preprocess(state, validate_access_integrity=False)
+    written = [item for item in nested_values(sharded) if is_main_replica(item.replica_id)]
+    if is_lead:
+        written.append(ShardedObject("common_state", common, (1,), (0,)))  # as `dist_checkpointing.save` calls it
+    objects: dict[str, list[Any]] = {}
+    for item in written:
+        if isinstance(item, ShardedObject):
+            objects.setdefault(item.unique_key, []).append(item.data)
+    return [item for item in written if isinstance(item, ShardedTensor)], objects
+
+
+def _describe(shard: ShardedTensor) -> tuple[Any, ...]:
+    """Return all that a plan depends on."""
+    shapes = shard.local_shape, shard.global_shape, shard.global_offset
+    return shard.key, shard.dtype, shard.data.shape, *shapes, shard.axis_fragmentations, shard.prepend_axis_num
+
+
+def _data(shard: ShardedTensor) -> torch.Tensor:
+    """Return a shard's tensor as it is stored."""
+    data: torch.Tensor = shard.data.detach()
+    if not shard.prepend_axis_num:
+        return data
+    return data.contiguous().view((1,) * shard.prepend_axis_num + tuple(shard.local_shape))
+
+
+def _serialize(contents: list[Any]) -> io.BytesIO:
+    stream = io.BytesIO()
+    torch.save(contents, stream)
+    return stream
+
+
+class _PlanningStrategy(strategies.TorchDistSaveShardedStrategy):  # type: ignore[misc]
+    """Megatron's strategy; keeps the writer with its plan of files, and the metadata."""
+
+    def _get_save_and_finalize_callbacks(self, writer: Any, plan: Any, async_strategy: str) -> Any:
+        self.writer, self.metadata = writer, plan[1]
+        return super()._get_save_and_finalize_callbacks(writer, plan, async_strategy)
+
+
+def _make_plan(shards: Sequence[Any], state: dict[str, Any], folder: Path) -> SavePlan:
+    """Have Megatron check and plan the save of a sharded state dict. Collective."""
+    strategy = _PlanningStrategy(thread_count=WRITERS)
+    dist_checkpointing.save(state, str(folder), strategy, async_sharded_save=True, async_strategy="mcore")
+    metadata = strategy.metadata
+    if metadata is not None:
+        metadata = dataclasses.replace(metadata)  # without the plans of all ranks, which Megatron adds
+    return SavePlan(shards, strategy.writer.files, strategy.writer.transforms, metadata)
 
 
 def async_copy_bytes(model: MegatronModel) -> int:
@@ -177,35 +298,13 @@ def restore_model(model: MegatronModel, folder: Path, is_reference: bool = False
 
 
 def _prepare_write_data(self: Any, plan: Any, planner: Any) -> None:
-    """Assign tensors to files. Unlike Megatron's version, do not copy views into newly allocated memory."""
-    buckets = filesystem_async._split_by_size_and_type(self.thread_count, plan.items)
-    self.write_buckets = []
-    for items in filter(None, buckets):
-        contents: tuple[list[Any], list[Any]] = [], []
-        for item in items:
-            content = planner.resolve_data(item)
-            contents[item.type != WriteItemType.BYTE_IO].append(
-                (item, content.detach() if isinstance(content, torch.Tensor) else content)
-            )
-        name = f"{plan.storage_data.prefix}{len(self.write_buckets)}{DEFAULT_SUFFIX}"
-        self.write_buckets.append((os.path.join(self.checkpoint_dir, name), name, contents))
-    self.results_queue = queue.Queue() if self.write_buckets else None  # None: nothing to write, no results to wait for
-
-
-def _defer_failure(write: Callable[..., Any]) -> Callable[..., Any]:
-    """Record the errors of `write`, which rank 0 calls between two collectives, instead of raising."""
-
-    @functools.wraps(write)
-    def wrapper(*arguments: Any, **named: Any) -> Any:
-        try:
-            return write(*arguments, **named)
-        except Exception as error:  # noqa: BLE001  torch raises RuntimeError for a full disk
-            _failures.append(error)
-            return None
-
-    return wrapper
+    """Assign items to files, without their contents. Megatron's version copies views into newly allocated memory."""
+    self.files, self.write_buckets, self.results_queue = [], [], None
+    for items in filter(None, filesystem_async._split_by_size_and_type(self.thread_count, plan.items)):
+        is_object = [item.type == WriteItemType.BYTE_IO for item in items]
+        name = f"{plan.storage_data.prefix}{len(self.files)}{DEFAULT_SUFFIX}"
+        tensors = [item for item, is_bytes in zip(items, is_object, strict=True) if not is_bytes]
+        self.files.append((name, list(itertools.compress(items, is_object)), tensors))
 
 
 filesystem_async.FileSystemWriterAsync.prepare_write_data = _prepare_write_data
-filesystem_async.FileSystemWriterAsync.finish = _defer_failure(filesystem_async.FileSystemWriterAsync.finish)
-serialization.save_config = _defer_failure(serialization.save_config)

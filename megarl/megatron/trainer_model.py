@@ -5,7 +5,7 @@ All ranks call every method with the same batch, of which each rank holds its ow
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from megarl.megatron.build import Role, build_chunks
 from megarl.megatron.distribution import BatchDispatcher, LocalRows, MicroBatchPlan, ModelRank, make_model_rank
 from megarl.megatron.logprobs import OutputReader
 from megarl.megatron.micro_batch import MicroBatch, explain_hidden_columns, make_micro_batch
-from megarl.megatron.offload import MemoryOffload, WeightSnapshot
+from megarl.megatron.offload import MemoryOffload, WeightSnapshot, distinct_storages
 from megarl.megatron.oom_retry import OOMRetry
 from megarl.megatron.parameter_names import named_params, unwrap
 from megarl.megatron.sparse_attention import collect_indexer_loss
@@ -39,7 +39,7 @@ from megarl.models.registry import family_of, num_trained_mtp
 from megarl.models.routing import RoutingShape, routing_shape
 from megarl.models.sparse_indices import index_shape
 from megarl.parallel import device
-from megarl.parallel.host_copy import HostCopy, tensor_bytes
+from megarl.parallel.host_copy import DeferredCopy, HostCopy, tensor_bytes
 from megarl.parallel.placement import optimizer_key
 from megarl.parallel.ranks import Ranks, all_gather_objects, use_layout
 from megarl.parallel.wait_listeners import track_progress
@@ -161,6 +161,8 @@ class MegatronModel:
         self.replay_shape: RoutingShape | None = None
         self._weight_offload, self._optimizer_offload = MemoryOffload(), MemoryOffload()
         self._rollback_snapshot = WeightSnapshot()
+        self._pending_copy: DeferredCopy | None = None
+        """A checkpoint's copy of the state, which has to be complete before the state changes."""
         settings = config.actor_optimizer if role == "actor" else config.critic.optimizer
         with self._on_device():
             self.chunks = build_chunks(hf_config, config, role, self.mtp_layers, trains)
@@ -258,6 +260,7 @@ class MegatronModel:
         """
         table = {param.megatron: param for param in self.params()}
         not_finite = []
+        self._wait_for_copy()
         local = self._named_params()
         for name, tensor in track_progress(local.items(), len(local)):
             value = get(table[name], *self.ranks.tp_size_and_rank(table[name].expert is not None))
@@ -277,6 +280,7 @@ class MegatronModel:
 
         Those that this rank does not hold are skipped. Raises ValueError if a local parameter is missing.
         """
+        self._wait_for_copy()
         local = self._named_params()
         params = {item.name: param for param in self.params() if param.megatron in local for item in param.hf}
         received: dict[str, dict[str, torch.Tensor]] = {}
@@ -355,6 +359,7 @@ class MegatronModel:
         Weights are exchanged in place, so `copy` holds the model's own weights within the block. No update may happen
         inside.
         """
+        self._wait_for_copy()
         weights = [tensor_bytes(tensor) for tensor in self._swapped_tensors()]
         copy.exchange(weights)
         try:
@@ -366,6 +371,7 @@ class MegatronModel:
 
     def offload(self, weights: bool = True) -> int:
         """Move optimizer states, and weights if set, to the host until needed; drop gradients; return bytes freed."""
+        self._wait_for_copy()
         params = fsdp.weight_tensors(self.chunks)
         freed = 0
         if self.optimizer is not None:
@@ -463,6 +469,7 @@ class MegatronModel:
             coef = unwrap(self.chunks[0]).config.dsa_indexer_loss_coeff
             if coef:
                 aux_losses |= collect_indexer_loss(self.ranks, coef, total_tokens)
+            self._wait_for_copy()
             norm, is_taken = optimizer.take_step(self.optimizer, self.scheduler)
             if is_taken:
                 self._round_int4_experts()
@@ -565,6 +572,23 @@ class MegatronModel:
 
     # ---- state
 
+    def stable_storages(self) -> Collection[int]:
+        """Return the storages that only updates, loads, swaps and offloading change, as keys of `distinct_storages`:
+        those of weights, masters and moments, not of buffers."""
+        states = optimizer.state_tensors(self.optimizer) if self.optimizer is not None else ()
+        return distinct_storages([*fsdp.weight_tensors(self.chunks), *states]).keys()
+
+    def protect_until_copied(self, copy: DeferredCopy) -> None:
+        """Have everything that changes or frees `stable_storages` wait for this copy of them."""
+        self._wait_for_copy()
+        self._pending_copy = copy
+
+    def _wait_for_copy(self) -> None:
+        """Call before any change of `stable_storages`."""
+        if self._pending_copy is not None:
+            self._pending_copy.wait()
+            self._pending_copy = None
+
     def save_snapshot(self) -> None:
         """Take the snapshot that `rollback` restores."""
         with self._on_device():
@@ -572,12 +596,15 @@ class MegatronModel:
 
     def rollback(self) -> None:
         """Restore the last `save_snapshot` and restart the learning-rate schedule, warm-up included."""
+        self._wait_for_copy()
         with self._on_device():
             self._rollback_snapshot.restore(self.chunks, self.optimizer)
         optimizer.set_schedule_step(self.scheduler, 0)
 
     def sharded_state_dict(self, is_loading: bool = False) -> dict[str, Any]:
         """Return weights, optimizer and scheduler for `megatron.core.dist_checkpointing.save` and `load`."""
+        if is_loading:  # into the tensors of the template
+            self._wait_for_copy()
         with self._on_device():
             metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
             model = self._sharded_weights(metadata)
@@ -607,6 +634,8 @@ class MegatronModel:
 
     def sharded_reference(self, is_loading: bool = False) -> dict[str, Any]:
         """Return the weights of `swap_weights` alone, like `sharded_state_dict`."""
+        if is_loading:
+            self._wait_for_copy()
         with self._on_device(states=False):
             metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
             weights = self._sharded_weights(metadata)

@@ -138,6 +138,15 @@ def synchronize(tensor: torch.Tensor, whole: bool = False) -> None:
         torch.cuda.current_stream(tensor.device).synchronize()
 
 
+def make_side_stream() -> torch.cuda.Stream | None:
+    """Return a stream for another thread, behind the work queued in this thread's current one; None without a GPU."""
+    if not _HAS_CUDA or _is_rehearsal:
+        return None
+    stream = torch.cuda.Stream(device())
+    stream.wait_stream(torch.cuda.current_stream(device()))
+    return stream
+
+
 def allocate_shared(size: int, number: int | None = None) -> torch.Tensor:
     """Allocate [size] uint8 in memory that another process of the machine can open.
 

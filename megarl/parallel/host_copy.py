@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -112,8 +114,8 @@ class StagingBuffer:
     def nbytes(self) -> int:
         return self._memory.nbytes
 
-    def copy_to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return copies on the host. torch sees each as a tensor with a storage of its own."""
+    def allocate(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return host tensors of the same shapes and types. torch sees each as a tensor with a storage of its own."""
         starts, size = [], 0
         for tensor in tensors:
             starts.append(size)
@@ -123,6 +125,91 @@ class StagingBuffer:
             self._memory = torch.empty(size, dtype=torch.uint8)
         memory = self._memory.numpy()
         return [
-            torch.from_numpy(memory[start : start + tensor.nbytes]).view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            torch.from_numpy(memory[start : start + tensor.nbytes]).view(tensor.dtype).view(tensor.shape)
             for start, tensor in zip(starts, tensors, strict=True)
         ]
+
+
+class DeferredCopy:
+    """A copy of tensors to the host, made by a thread while nothing changes them.
+
+    Code that is about to change a source calls `wait`. The first of both threads makes the copy, so that a caller never
+    waits for a thread that has not begun.
+
+    pairs: (source, host tensor of the same shape and type).
+    waiting: context of a wait, to measure it.
+    """
+
+    def __init__(
+        self,
+        pairs: Iterable[tuple[torch.Tensor, torch.Tensor]],
+        waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        self._pairs = list(pairs)
+        self._waiting = waiting
+        self._is_complete = not self._pairs
+        self._lock = threading.Lock()
+        self._error: Exception | None = None
+        self._stream = device.make_side_stream()  # ordered behind the update that computed the sources
+
+    def complete(self) -> None:
+        """Make the copy unless another thread makes it, and wait for it. Raises its error."""
+        self._run()
+        if self._error is not None:
+            raise self._error
+
+    def wait(self) -> None:
+        """Return once the sources may change. An error is left to `complete`."""
+        if not self._is_complete:
+            with self._waiting():
+                self._run()
+
+    def _run(self) -> None:
+        with self._lock:
+            if self._is_complete:
+                return
+            try:
+                self._copy()
+            except Exception as error:  # noqa: BLE001  raised by `complete`
+                self._error = error
+            self._pairs, self._is_complete = [], True
+
+    def _copy(self) -> None:
+        if self._stream is None:
+            for source, target in self._pairs:
+                target.copy_(source)
+        else:
+            with torch.cuda.stream(self._stream):
+                _copy_in_pieces(self._pairs, self._stream)
+
+
+PINNED_PIECE_BYTES = 32 << 20
+"""Size of each of the two pinned pieces through which `DeferredCopy` reads a GPU's memory."""
+
+
+def _copy_in_pieces(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], stream: torch.cuda.Stream) -> None:
+    """Copy to pageable host memory through two pinned pieces: the GPU fills one while the host empties the other.
+
+    `stream` is the current stream. Pinning all of the targets would lock as much memory as the rank's state, for good.
+    """
+    free = [torch.empty(PINNED_PIECE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    filled: tuple[torch.Tensor, torch.Tensor, torch.cuda.Event] | None = None
+
+    def empty(piece: torch.Tensor, target: torch.Tensor, event: torch.cuda.Event) -> None:
+        event.synchronize()
+        target.copy_(piece[: len(target)])
+        free.append(piece)
+
+    for source, target in pairs:
+        if not source.is_cuda:  # optimizer states on the host
+            target.copy_(source)
+            continue
+        parts = (tensor_bytes(tensor.contiguous()).split(PINNED_PIECE_BYTES) for tensor in (source, target))
+        for source_bytes, target_bytes in zip(*parts, strict=True):
+            piece = free.pop()
+            piece[: len(source_bytes)].copy_(source_bytes, non_blocking=True)
+            previous, filled = filled, (piece, target_bytes, stream.record_event())
+            if previous is not None:
+                empty(*previous)
+    if filled is not None:
+        empty(*filled)

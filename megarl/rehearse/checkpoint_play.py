@@ -29,13 +29,12 @@ def play_save(models: Iterable[MegatronModel], is_async: bool) -> dict[str, int]
     """
     written = snapshot = 0
     for model in models:
-        ranks.run_on_all(lambda: None, group=model.ranks.host_group)  # after which the folder exists
         with ranks.use_layout(model.ranks), ranks.use_member_world():
             shards = list_written(model.sharded_state_dict())
         written += sum(shard.nbytes for shard in shards)
         if is_async:
             snapshot += sum(-(-shard.nbytes // ALIGNMENT) * ALIGNMENT for shard in shards)
-        ranks.run_on_all(lambda: None, group=model.ranks.host_group)  # raises failures of any rank
+        ranks.run_on_all(lambda: None, group=model.ranks.host_group)  # whether the plan is still valid
     return {"checkpoint": written, "snapshot": snapshot}
 
 

@@ -19,8 +19,10 @@ from typing import Any
 from megarl import train
 from megarl.checkpoint import manifest, store
 from megarl.checkpoint.store import CheckpointStore
+from megarl.megatron import optimizer
 from megarl.megatron.dist_checkpoint import StagedCheckpoint
 from megarl.megatron.trainer_model import MegatronModel
+from megarl.parallel.host_copy import DeferredCopy
 from megarl.processes.children import die_with_parent
 
 LAST = int(os.environ["WORLD_SIZE"]) - 1
@@ -51,15 +53,47 @@ def delay_writes(on_step: Callable[[int], None] = lambda step: None) -> None:
             may_write.set()
         return metrics
 
-    def staging(self: Any, *arguments: Any) -> None:
+    def staging(self: Any, *arguments: Any, **named: Any) -> None:
         may_write.clear()
-        init(self, *arguments)
+        init(self, *arguments, **named)
 
     init = StagedCheckpoint.__init__
     StagedCheckpoint.__init__ = staging  # type: ignore[method-assign]
     StagedCheckpoint.write = writing  # type: ignore[method-assign]
     CheckpointStore.finish = finishing  # type: ignore[method-assign]
     MegatronModel.train_step = training  # type: ignore[method-assign]
+
+
+def delay_copies() -> None:
+    """Delay each copy of the state, which has started, until an update waits for it, or has been taken."""
+    has_started, may_copy = threading.Event(), threading.Event()
+    is_running = []
+    copy, wait, take_step = DeferredCopy._copy, DeferredCopy.wait, optimizer.take_step
+
+    def copying(self: Any) -> None:
+        is_running.append(self)
+        has_started.set()
+        may_copy.wait()
+        copy(self)
+        is_running.clear()
+
+    def waiting(self: Any) -> None:
+        has_started.wait()
+        may_copy.set()
+        wait(self)
+
+    def taking_step(*arguments: Any) -> Any:
+        if is_running:
+            print("an update was taken before the copy was complete")
+        result = take_step(*arguments)
+        has_started.clear()
+        may_copy.set()  # a copy that nobody waits for has the new values
+        may_copy.clear()
+        return result
+
+    DeferredCopy._copy = copying  # type: ignore[method-assign]
+    DeferredCopy.wait = waiting  # type: ignore[method-assign]
+    optimizer.take_step = taking_step
 
 
 def die() -> None:
@@ -153,6 +187,7 @@ EVENTS: dict[str, Callable[[], None]] = {
     event.__name__: event
     for event in (
         delay_writes,
+        delay_copies,
         kill_while_writing,
         kill_at_manifest,
         kill_before_commit,

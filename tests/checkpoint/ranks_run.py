@@ -44,17 +44,16 @@ def full_in_first_save() -> None:
 
 
 def full_in_metadata_of_second_save() -> None:
-    """In the second checkpoint, Megatron's rank 0 fails to write the metadata, between two collectives."""
-    from torch.distributed.checkpoint import FileSystemWriter
+    """In the second checkpoint, the model's first rank fails to write the metadata, after all have written."""
+    write = manifest.HashingFile.write
 
-    from megarl.megatron import dist_checkpoint
+    def write_with_fault(self: manifest.HashingFile, data: Any) -> int:
+        if self._file.name.endswith("step_000002.tmp/actor/.metadata"):
+            self.failure = OSError(28, "No space left on device")
+            raise self.failure
+        return write(self, data)
 
-    def finish(self: Any, *arguments: Any) -> None:
-        if count("finish") == 2:
-            raise OSError(28, "No space left on device")
-        FileSystemWriter.finish(self, *arguments)
-
-    dist_checkpoint.filesystem_async.FileSystemWriterAsync.finish = dist_checkpoint._defer_failure(finish)
+    manifest.HashingFile.write = write_with_fault  # type: ignore[method-assign]
 
 
 def no_space_for_last_checkpoint() -> None:

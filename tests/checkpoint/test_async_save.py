@@ -89,6 +89,18 @@ def test_delayed_write_saves_state_of_its_step(run: RunTraining, sync_run: Path,
     assert has_same_result(tmp_path / "run", sync_run)
 
 
+def test_update_waits_for_copy_of_state(run: RunTraining, sync_run: Path, tmp_path: Path) -> None:
+    """Each copy is still running when the next update wants to start, and has the old values."""
+    results = run(tmp_path / "run", "delay_copies")
+    assert [result["code"] for result in results] == [0, 0], results
+    assert not any("before the copy was complete" in result["out"] for result in results)
+    for step in (1, 2, 3):
+        assert hashes(tmp_path / "run", step) == hashes(sync_run, step)
+    assert has_same_result(tmp_path / "run", sync_run)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line.get("time/save_wait", 0.0) > 0] == [2, 3]
+
+
 CHECKPOINTS_AFTER_KILL = {
     "kill_while_writing": ["latest", "step_000001", "step_000002.tmp"],
     "kill_at_manifest": ["latest", "step_000001", "step_000002.tmp"],

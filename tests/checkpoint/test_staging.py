@@ -1,17 +1,20 @@
-"""Background writes and the host staging buffer of asynchronous checkpoints."""
+"""Background writes, deferred copies and the host staging buffer of asynchronous checkpoints."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from megarl.checkpoint.manifest import Entry
 from megarl.checkpoint.store import BackgroundWrite
-from megarl.parallel.host_copy import StagingBuffer
+from megarl.parallel.host_copy import DeferredCopy, StagingBuffer
 
 ENTRY = {Path("a"): Entry(1, "x")}
 
@@ -53,12 +56,18 @@ def test_cancel_stops_background_write() -> None:
     assert writing.is_done()
 
 
+def copy_to_host(staging: StagingBuffer, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    copies = staging.allocate(tensors)
+    DeferredCopy(zip(tensors, copies, strict=True)).complete()
+    return copies
+
+
 def test_staged_copies_are_stable_and_reuse_memory() -> None:
     buffer = torch.arange(20, dtype=torch.float32)
     tensors = [buffer[3:9].view(2, 3), torch.tensor(5.0), torch.ones(3, dtype=torch.bfloat16), torch.empty(0, 4)]
     expected = [tensor.clone() for tensor in tensors]
     staging = StagingBuffer()
-    first = staging.copy_to_host(tensors)
+    first = copy_to_host(staging, tensors)
     buffer.zero_()
     for tensor in tensors[1:]:
         tensor.zero_()
@@ -66,8 +75,60 @@ def test_staged_copies_are_stable_and_reuse_memory() -> None:
         assert torch.equal(copy, value) and copy.dtype == value.dtype and copy.shape == value.shape
         assert copy.untyped_storage().nbytes() == copy.nbytes  # torch.save writes all of it
     assert staging.nbytes == 3 * 64
-    second = staging.copy_to_host(tensors)
+    second = copy_to_host(staging, tensors)
     assert [copy.data_ptr() for copy in second] == [copy.data_ptr() for copy in first]
     assert not any(bool(copy.any()) for copy in second)
-    staging.copy_to_host(tensors[:1])
+    staging.allocate(tensors[:1])
     assert staging.nbytes == 64  # a smaller copy reallocates the buffer
+
+
+class SlowCopy(DeferredCopy):
+    """A copy that has started but copies nothing until `may_copy` is set."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.has_started, self.may_copy = threading.Event(), threading.Event()
+
+    def _copy(self) -> None:
+        self.has_started.set()
+        self.may_copy.wait()
+        super()._copy()
+
+
+def test_change_waits_for_copy_in_thread() -> None:
+    source, target = torch.ones(3), torch.zeros(3)
+    waits = []
+
+    @contextmanager
+    def waiting() -> Iterator[None]:
+        copy.may_copy.set()  # the copy makes no progress until the change waits for it
+        yield
+        waits.append(target.tolist())
+
+    copy = SlowCopy([(source, target)], waiting)
+    with ThreadPoolExecutor(1) as pool:
+        thread = pool.submit(copy.complete)
+        copy.has_started.wait()
+        assert not target.any()
+        copy.wait()
+        source.zero_()
+        thread.result()
+    assert target.tolist() == [1, 1, 1] and waits == [[1, 1, 1]]
+    copy.wait()
+    assert len(waits) == 1  # nothing to wait for
+
+
+def test_change_makes_copy_that_no_thread_has_started() -> None:
+    source, target = torch.ones(3), torch.zeros(3)
+    copy = DeferredCopy([(source, target)])
+    copy.wait()
+    source.zero_()
+    copy.complete()
+    assert target.tolist() == [1, 1, 1]
+
+
+def test_only_thread_raises_error_of_copy() -> None:
+    copy = DeferredCopy([(torch.ones(3), torch.zeros(2))])
+    copy.wait()
+    with pytest.raises(RuntimeError, match="size"):
+        copy.complete()

@@ -48,10 +48,9 @@ def measure(folder: str, width: int, layers: int, tokens: int, rounds: int) -> d
 
     from megarl.checkpoint.store import CheckpointStore, RankWrite
     from megarl.config import from_dict
-    from megarl.megatron.dist_checkpoint import WRITERS, StagedCheckpoint
+    from megarl.megatron.dist_checkpoint import WRITERS, SaveSlot, StagedCheckpoint
     from megarl.megatron.trainer_model import MegatronModel
     from megarl.parallel import ranks
-    from megarl.parallel.host_copy import StagingBuffer
     from megarl.types import TokenLoss
 
     config = from_dict({"model": {"dtype": "bfloat16"}, "parallel": {"world_size": 2}})
@@ -59,14 +58,14 @@ def measure(folder: str, width: int, layers: int, tokens: int, rounds: int) -> d
     torch.manual_seed(1)
     model = MegatronModel(model_config(width, layers), config, place, "actor", total_updates=10_000)
     batch = make_batch([512] * (tokens // 512), 4096)
-    store, staging = CheckpointStore(Path(folder), keep=1), StagingBuffer()
+    store, slot = CheckpointStore(Path(folder), keep=1), SaveSlot()
 
     def step() -> None:
         model.train_step(batch, lambda output, _: TokenLoss(-output.logprobs))  # type: ignore[operator]
 
     def begin(number: int, mode: str) -> None:
         def stage(target: Path) -> RankWrite:
-            staged = StagedCheckpoint(model, target / "actor", staging if mode == "asynchronous" else None)
+            staged = StagedCheckpoint(model, target / "actor", slot, "later" if mode == "asynchronous" else "none")
             threads = 1 if mode == "asynchronous" else WRITERS
             return RankWrite(lambda ended: staged.write(threads, ended), staged.finish)
 
@@ -98,7 +97,7 @@ def measure(folder: str, width: int, layers: int, tokens: int, rounds: int) -> d
             if turn:  # the first round allocates memory and makes plans
                 series[mode].append(times)
     size = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
-    copied = ranks.all_gather_objects(staging.nbytes)
+    copied = ranks.all_gather_objects(slot.staging.nbytes)
     ranks.shutdown()
     return {"series": series, "bytes": size, "copied": copied}
 
