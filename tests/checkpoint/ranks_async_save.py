@@ -12,7 +12,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -67,30 +67,36 @@ def delay_writes(on_step: Callable[[int], None] = lambda step: None) -> None:
 def delay_copies() -> None:
     """Delay each copy of the state, which has started, until an update waits for it, or has been taken."""
     has_started, may_copy = threading.Event(), threading.Event()
-    is_running = []
-    copy, wait, take_step = DeferredCopy._copy, DeferredCopy.wait, optimizer.take_step
+    pending: list[Any] = []
+    init, copy, wait, take_step = DeferredCopy.__init__, DeferredCopy._copy, DeferredCopy.wait, optimizer.take_step
+
+    def initializing(self: Any, pairs: Iterable[Any], *arguments: Any) -> None:
+        init(self, pairs, *arguments)
+        if self._pairs:
+            has_started.clear()
+            may_copy.clear()
+            pending.append(self)
 
     def copying(self: Any) -> None:
-        is_running.append(self)
         has_started.set()
         may_copy.wait()
         copy(self)
-        is_running.clear()
+        pending.remove(self)
 
     def waiting(self: Any) -> None:
-        has_started.wait()
-        may_copy.set()
+        if self in pending:
+            has_started.wait()
+            may_copy.set()
         wait(self)
 
     def taking_step(*arguments: Any) -> Any:
-        if is_running:
+        if pending:
             print("an update was taken before the copy was complete")
         result = take_step(*arguments)
-        has_started.clear()
-        may_copy.set()  # a copy that nobody waits for has the new values
-        may_copy.clear()
+        may_copy.set()  # a copy that the update has not waited for has new values
         return result
 
+    DeferredCopy.__init__ = initializing  # type: ignore[method-assign]
     DeferredCopy._copy = copying  # type: ignore[method-assign]
     DeferredCopy.wait = waiting  # type: ignore[method-assign]
     optimizer.take_step = taking_step
