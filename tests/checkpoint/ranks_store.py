@@ -247,6 +247,93 @@ def slow_rank(folder: Path) -> dict[str, object]:
     }
 
 
+def deferred_copies(folder: Path) -> dict[str, object]:
+    """Change a model in each possible way while a save has not copied its state, and save with plans of earlier
+    saves."""
+    import tiny
+
+    from megarl.checkpoint.dist_checkpoint_reader import CheckpointReader
+    from megarl.megatron import dist_checkpoint
+    from megarl.megatron.dist_checkpoint import SaveSlot, StagedCheckpoint, restore_model
+    from megarl.megatron.trainer_model import MegatronModel
+    from megarl.types import TokenLoss
+
+    chosen = tiny.config(world=2, ep=2, model={"dtype": "bfloat16"})
+    layout_ranks = ranks.initialize(chosen.parallel, timeout_s=60)
+    model = MegatronModel(tiny.HF["qwen3_moe"], chosen, layout_ranks, "actor", total_updates=9)
+    rank, slot, plans = layout_ranks.job.rank, SaveSlot(), list[Path]()
+    make_plan = dist_checkpoint._make_plan
+
+    def counted(shards: Any, state: Any, path: Path) -> Any:
+        plans.append(path)
+        return make_plan(shards, state, path)
+
+    dist_checkpoint._make_plan = counted
+
+    def save(name: str, before_write: Callable[[], object] = lambda: None, **options: Any) -> dict[str, str]:
+        """Return the checksum of each tensor file."""
+        staged = StagedCheckpoint(model, folder / name, **options)
+        before_write()
+        written = staged.write()
+        staged.finish()
+        return {path.name: entry.sha256 for path, entry in written.items()}
+
+    def train() -> None:
+        model.train_step(tiny.batch(), lambda output, _: TokenLoss(-output.logprobs))  # type: ignore[operator]
+
+    def load_shards() -> None:
+        model.load_shards(lambda param, parts, part: torch.full_like(model.local_params()[param.megatron], 0.5))
+
+    def load_tensors() -> None:
+        shapes = {hf.name: hf.shape for param in model.params() for hf in param.hf}
+        model.load_tensors((name, torch.full(shape, 0.25)) for name, shape in shapes.items())
+
+    def load_reference() -> None:
+        restore_model(model, folder / "reference", is_reference=True)
+
+    with contextlib.ExitStack() as stack:
+
+        def swap_weights() -> None:
+            stack.enter_context(model.swap_weights(initial))
+
+        def offload_and_change() -> None:
+            model.offload()
+            train()
+
+        initial = model.host_copy()
+        save("first", slot=slot)
+        save("reference", is_reference=True)
+        model.save_snapshot()
+        train()
+        is_old, is_changed, was_planned = {}, {}, {}
+        for change in (
+            *(train, model.rollback, load_shards, load_tensors, offload_and_change),
+            *(load_reference, lambda: restore_model(model, folder / "first"), train, swap_weights),
+        ):
+            name = f"{len(is_old)} {change.__name__}"
+            before = save(f"{name} before")
+            plans.clear()
+            is_old[name] = save(f"{name} later", change, slot=slot, copies="later") == before
+            was_planned[name] = bool(plans)
+            is_changed[name] = save(f"{name} after") != before
+    readers = [CheckpointReader(folder / f"0 train {name}") for name in ("before", "later")]
+    plans.clear()
+    save("other shards", slot=slot, is_reference=True)
+    num_plans = [len(plans)]
+    if rank == 1:
+        slot.plan = None
+    save("other shards on one rank", slot=slot, is_reference=True)
+    num_plans.append(len(plans))
+    save("same shards", slot=slot, is_reference=True)
+    return {
+        "old": is_old,
+        "changed": is_changed,
+        "planned": was_planned,
+        "same table": readers[0] == readers[1],
+        "plans": [*num_plans, len(plans)],
+    }
+
+
 def dying_rank(folder: Path) -> dict[str, object]:
     """Save on two ranks, one of which dies, for which the other rank would wait an hour."""
     layout_ranks = ranks.initialize(ParallelConfig(world_size=2), timeout_s=3600)
@@ -267,9 +354,8 @@ def dying_rank(folder: Path) -> dict[str, object]:
 
 if __name__ == "__main__":
     os.umask(0o022)
-    result = {"life_cycle": life_cycle, "slow_rank": slow_rank, "dying_rank": dying_rank}[sys.argv[1]](
-        Path(sys.argv[2])
-    )
+    cases = {"life_cycle": life_cycle, "slow_rank": slow_rank, "dying_rank": dying_rank}
+    result = (cases | {"deferred_copies": deferred_copies})[sys.argv[1]](Path(sys.argv[2]))
     print("RESULT " + json.dumps(result), flush=True)
     if sys.argv[1] == "dying_rank":
         os._exit(0)

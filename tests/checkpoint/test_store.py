@@ -59,6 +59,15 @@ def test_checkpoints_are_complete_or_absent(tmp_path: Path, run_ranks: RunRanks)
         )
 
 
+def test_changes_of_a_model_wait_for_copies_of_a_save(tmp_path: Path, run_ranks: RunRanks) -> None:
+    for report in run_ranks(2, SCRIPT, "deferred_copies", str(tmp_path)):
+        assert len(report["old"]) == 9 and all(report["old"].values()), report
+        assert all(report["changed"].values()), report  # else the old values prove nothing
+        # All of these saves have the first one's plan, which describes the same files as a new one.
+        assert not any(report["planned"].values()) and report["same table"], report
+        assert report["plans"] == [1, 2, 2]  # for other shards, for other shards on one rank, for the same ones
+
+
 def test_save_waits_for_slow_rank_beyond_collective_timeout(tmp_path: Path, run_ranks: RunRanks) -> None:
     results = run_ranks(2, SCRIPT, "slow_rank", str(tmp_path))
     for report in results:
