@@ -69,10 +69,10 @@ class RunConfig:
     a new one; 0, or a run without `save_every`, never restarts. Configuration errors and requests to stop end the
     run."""
     save_async: bool = True
-    """Write checkpoints in the background: a step waits only until its ranks have copied their state, and a save waits
-    for the previous one. From the first save on the copy takes host memory, on each rank the size of its part of a
-    checkpoint; turn this off if the host cannot hold it. The run always waits for its last checkpoint, and for that of
-    a requested stop."""
+    """Write checkpoints in the background: the ranks copy their state while the next step computes, the next update
+    waits for the copy, and a save waits for the previous one. From the first save on the copy takes host memory, on
+    each rank the size of its part of a checkpoint; turn this off if the host cannot hold it. The run always waits for
+    its last checkpoint, and for that of a requested stop."""
     keep_checkpoints: PositiveInt = 2
     """Number of checkpoints to keep on disk."""
     eval_every: NonNegativeInt = 0
