@@ -4,9 +4,9 @@
 
 Two data parallel ranks of this machine train a small MoE. Each round has a series of steps without a save, one with an
 asynchronous save after its first step, and one with a synchronous save; their order changes from round to round. `held
-up`: how long ranks wait at the end of steps, for copying, planning and completing the checkpoint. `longer`: how much
-longer the whole series takes than the one without a save. This includes the cores that the writer thread takes from the
-steps, which is much if ranks have no other cores than those they train on.
+up`: how long ranks wait, at the end of steps for planning and completing the checkpoint, and before the next update for
+the copy of their state. `longer`: how much longer the whole series takes than the one without a save. This includes the
+cores that the writer thread takes from the steps, which is much if ranks have no other cores than those they train on.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import gc
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from local_ranks import run_function
 
@@ -33,7 +34,7 @@ STEPS = 4
 
 
 Series = tuple[float, float, float]
-"""Seconds of a series, seconds between its steps, and the processor seconds of both ranks."""
+"""Seconds of a series, seconds between its steps and of waits in them, and the processor seconds of both ranks."""
 
 
 def model_config(width: int, layers: int) -> dict[str, Any]:
@@ -60,12 +61,21 @@ def measure(folder: str, width: int, layers: int, tokens: int, rounds: int) -> d
     batch = make_batch([512] * (tokens // 512), 4096)
     store, slot = CheckpointStore(Path(folder), keep=1), SaveSlot()
 
+    waits = [0.0]
+
+    @contextmanager
+    def time_wait() -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        waits[0] += time.perf_counter() - started
+
     def step() -> None:
         model.train_step(batch, lambda output, _: TokenLoss(-output.logprobs))  # type: ignore[operator]
 
     def begin(number: int, mode: str) -> None:
         def stage(target: Path) -> RankWrite:
-            staged = StagedCheckpoint(model, target / "actor", slot, "later" if mode == "asynchronous" else "none")
+            copies: Literal["later", "none"] = "later" if mode == "asynchronous" else "none"
+            staged = StagedCheckpoint(model, target / "actor", slot, copies, waiting=time_wait)
             threads = 1 if mode == "asynchronous" else WRITERS
             return RankWrite(lambda ended: staged.write(threads, ended), staged.finish)
 
@@ -75,7 +85,7 @@ def measure(folder: str, width: int, layers: int, tokens: int, rounds: int) -> d
 
     def run_series(number: int, mode: str) -> Series:
         ranks.barrier()
-        start, cpu_start, between = time.perf_counter(), time.process_time(), 0.0
+        start, cpu_start, between, waits[0] = time.perf_counter(), time.process_time(), 0.0, 0.0
         for turn in range(STEPS):
             step()
             ended = time.perf_counter()
@@ -86,7 +96,7 @@ def measure(folder: str, width: int, layers: int, tokens: int, rounds: int) -> d
                 begin(number, mode)
             between += time.perf_counter() - ended
         seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
-        return seconds, between, sum(ranks.all_gather_objects(cpu_seconds))
+        return seconds, between + waits[0], sum(ranks.all_gather_objects(cpu_seconds))
 
     series: dict[str, list[Series]] = {mode: [] for mode in MODES}
     step()
