@@ -192,7 +192,7 @@ def _copy_in_pieces(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], stream: 
 
     `stream` is the current stream. Pinning all of the targets would lock as much memory as the rank's state, for good.
     """
-    free = [torch.empty(PINNED_PIECE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    free = [torch.empty(PINNED_PIECE_BYTES, dtype=torch.uint8, pin_memory=device.has_cuda()) for _ in range(2)]
     filled: tuple[torch.Tensor, torch.Tensor, torch.cuda.Event] | None = None
 
     def empty(piece: torch.Tensor, target: torch.Tensor, event: torch.cuda.Event) -> None:

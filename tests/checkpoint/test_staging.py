@@ -14,6 +14,7 @@ import torch
 
 from megarl.checkpoint.manifest import Entry
 from megarl.checkpoint.store import BackgroundWrite
+from megarl.parallel import host_copy
 from megarl.parallel.host_copy import DeferredCopy, StagingBuffer
 
 ENTRY = {Path("a"): Entry(1, "x")}
@@ -132,3 +133,40 @@ def test_only_thread_raises_error_of_copy() -> None:
     copy.wait()
     with pytest.raises(RuntimeError, match="size"):
         copy.complete()
+
+
+class GpuTensor(torch.Tensor):
+    """A host tensor that says that it is on a GPU."""
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return True
+
+
+class Stream:
+    """A stream that completes its work when an event is synchronized."""
+
+    def __init__(self) -> None:
+        self.synchronized = 0
+
+    def record_event(self) -> Stream:
+        return self
+
+    def synchronize(self) -> None:
+        self.synchronized += 1
+
+
+def test_copies_a_gpu_through_two_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_copy, "PINNED_PIECE_BYTES", 16)
+    matrix = torch.arange(30, dtype=torch.float32).view(5, 6)
+    sources = [
+        *(matrix.as_subclass(GpuTensor), matrix.t().as_subclass(GpuTensor)),
+        *(torch.ones(3), torch.tensor(5.0).as_subclass(GpuTensor), torch.empty(0, 2).as_subclass(GpuTensor)),
+        torch.full((5,), 7, dtype=torch.bfloat16).as_subclass(GpuTensor),
+    ]
+    targets = StagingBuffer().allocate(sources)
+    stream = Stream()
+    host_copy._copy_in_pieces(zip(sources, targets, strict=True), stream)  # type: ignore[arg-type]
+    for source, target in zip(sources, targets, strict=True):
+        assert torch.equal(target, source.as_subclass(torch.Tensor))
+    assert stream.synchronized == 8 + 8 + 1 + 1 + 1  # pieces of 16 bytes, one at least
