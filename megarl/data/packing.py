@@ -1,14 +1,15 @@
 """Plan the assignment of sequences to data-parallel ranks and micro-batches. Pure: numbers in, lists out.
 
 Every rank computes the same plan from the same lengths: sequences become micro-batches of about equal cost by
-Karmarkar-Karp or by greedy assignment with exchanges, optionally keeping most sequences on the rank that has them."""
+Karmarkar-Karp or by greedy assignment with exchanges, optionally keeping most sequences on the rank that has them.
+With dynamic context parallelism, a long sequence is computed by several ranks together, and short ones by one each."""
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +17,34 @@ import numpy.typing as npt
 
 COUNT_STEPS = 64  # resolution of the search for the number of micro-batches
 MAX_SLOWDOWN = 1.015  # allowed slowdown of a plan that keeps sequences at home, see `owner_rank`
+WIDTH_COST = 0.02  # assumed: what each further rank of a micro-batch's width adds to its cost, in communication
+
+
+class MicroBatchPlan(list[list[list[int]]]):
+    """`plan[row][micro-batch] -> sequence indices`.
+
+    A row is a data parallel replica or, with dynamic context parallelism, each context parallel rank of each replica.
+    """
+
+    widths: tuple[int, ...]
+    """[micro-batches] the number of rows, from a multiple of it on, that compute a micro-batch together. They list the
+    same sequences. All 1 without dynamic context parallelism."""
+
+    def __init__(self, rows: Iterable[list[list[int]]], widths: Iterable[int] = ()) -> None:
+        super().__init__(rows)
+        self.widths = tuple(widths) or (1,) * len(self[0])
+
+    def micro_batches(self) -> Iterator[tuple[int, list[int]]]:
+        """Iterate over all micro-batches, each once: the first row that computes it, and its sequences."""
+        for row, micros in enumerate(self):
+            for width, micro in zip(self.widths, micros, strict=True):
+                if row % width == 0:
+                    yield row, micro
+
+
+def context_sizes(cp: int) -> tuple[int, ...]:
+    """Return the sizes of context parallel groups that a group of `cp` ranks is divided into: powers of 2, and cp."""
+    return (*(size for size in (1 << power for power in range(cp.bit_length())) if size < cp and cp % size == 0), cp)
 
 
 def plan_micro_batches(
@@ -29,7 +58,8 @@ def plan_micro_batches(
     minimum: int = 1,
     common: tuple[npt.ArrayLike, npt.ArrayLike] | None = None,
     is_lockstep: bool = True,
-) -> list[list[list[int]]]:
+    max_width: int = 1,
+) -> MicroBatchPlan:
     """Distribute sequences over `dp` ranks and into micro-batches of at most `token_budget` tokens.
 
     lengths: [sequences] integers of at least 1: a list, an array or a host tensor. quadratic: a sequence of n tokens
@@ -48,15 +78,23 @@ def plan_micro_batches(
     layer. Otherwise only the costs of ranks are balanced: a long sequence takes the time of shorter ones of its rank.
     Homes may then change the number of micro-batches, and the busiest rank takes about HOLDER_TOLERANCE times the mean.
 
+    max_width: into how many ranks a context parallel group is divided, which must divide `dp`. Of the sizes in
+    `context_sizes`, a micro-batch takes some width of ranks together, the same on all ranks at a time, and may have as
+    many times the budget. A sequence takes the smallest width at which it fits, or a larger one where ranks would wait
+    otherwise: the plan takes no longer than one in which all micro-batches have the largest width. Ranks are then
+    balanced at each micro-batch, also without `is_lockstep`.
+
     Returns `plan[rank][micro_batch] -> sequence indices`, ascending within a micro-batch. All ranks get the same number
     of micro-batches, at least `minimum` and a multiple of `multiple`, because collectives of expert and pipeline
     parallelism need all ranks; a rank with less work gets empty ones. A sequence longer than the budget is a
-    micro-batch of its own. The most expensive micro-batches come first.
+    micro-batch of its own. The most expensive micro-batches come first, the widest before all others.
 
     Recent plans are cached, because the models of a step ask for the same one; the caller gets its own copy.
     """
     if dp < 1 or token_budget < 1:
         raise ValueError(f"dp and token_budget must be at least 1, not {dp} and {token_budget}")
+    if max_width < 1 or dp % max_width:
+        raise ValueError(f"max_width={max_width} does not divide {dp} ranks")
     sizes = _as_int64(lengths, "lengths")
     if (too_short := np.flatnonzero(sizes < 1)).size:
         raise ValueError(f"sequence {too_short[0]} has {sizes[too_short[0]]} tokens; a sequence has at least one")
@@ -73,8 +111,9 @@ def plan_micro_batches(
         order = shared = None
     arrays = (None if values is None else values.tobytes() for values in (numbers, homes, order, shared))
     is_lockstep = is_lockstep and dp > 1
-    plan = _cached_plan(sizes.tobytes(), dp, token_budget, float(quadratic), multiple, minimum, is_lockstep, *arrays)
-    return [[list(micro) for micro in rank] for rank in plan]
+    settings = float(quadratic), multiple, minimum, is_lockstep, max_width
+    plan, widths = _cached_plan(sizes.tobytes(), dp, token_budget, *settings, *arrays)
+    return MicroBatchPlan(([list(micro) for micro in rank] for rank in plan), widths)
 
 
 def _as_int64(values: npt.ArrayLike, name: str) -> np.ndarray:
@@ -93,11 +132,12 @@ def _cached_plan(
     multiple: int,
     minimum: int,
     is_lockstep: bool,
+    max_width: int,
     group: bytes | None,
     owner_rank: bytes | None,
     order: bytes | None,
     shared: bytes | None,
-) -> tuple[tuple[tuple[int, ...], ...], ...]:
+) -> tuple[tuple[tuple[tuple[int, ...], ...], ...], tuple[int, ...]]:
     """Implement `plan_micro_batches` on the bytes of int64 arrays, which are hashable."""
     lengths = np.frombuffer(sizes, dtype=np.int64)
     homes = None if owner_rank is None else np.frombuffer(owner_rank, dtype=np.int64)
@@ -107,26 +147,32 @@ def _cached_plan(
     divisions = [(unit, lengths)]
     if order is not None and shared is not None:
         sequences, in_common = (np.frombuffer(values, dtype=np.int64) for values in (order, shared))
+        limits = [(parts, budget) for parts in (SHARED_PARTS if group is None else SHARED_PARTS[:1])]
+        limits += [(SHARED_PARTS[0], budget * max_width)] if max_width > 1 and group is None else []
         divisions = [
-            _share(sequences, in_common, lengths, parts, budget, None if group is None else unit)
-            for parts in (SHARED_PARTS if group is None else SHARED_PARTS[:1])
+            _share(sequences, in_common, lengths, parts, limit, None if group is None else unit)
+            for parts, limit in limits
         ] + (divisions if group is None else [])
-    plan_units = _plan_waves if is_lockstep else _plan_ranks
+    plan_units: Callable[..., _Plan] = _plan_waves if is_lockstep else _plan_ranks
+    if max_width > 1:
+        plan_units = partial(_plan_widths, max_width)
     plans = []
     for unit, tokens in divisions:
         unit_costs, unit_tokens = _sum_units(unit, tokens, lengths, quadratic)
         holder = None if homes is None else _home_ranks(unit, lengths, homes, dp)
         plan = plan_units(unit_costs, unit_tokens, holder, dp, budget, multiple, minimum)
-        plans.append((plan.cost, plan.owner[unit], plan.table))
-    _, owner, table = min(plans, key=lambda item: item[0])
-    members = _members(owner, table.size)
-    return tuple(tuple(tuple(members[part].tolist()) for part in rank) for rank in table.tolist())
+        plans.append((plan.cost, plan.owner[unit], plan.table, plan.widths))
+    _, owner, table, widths = min(plans, key=lambda item: item[0])
+    members = _members(owner, int(table.max()) + 1)
+    rows = tuple(tuple(tuple(members[part].tolist()) for part in rank) for rank in table.tolist())
+    return rows, widths or (1,) * table.shape[1]
 
 
 class _Plan(NamedTuple):
     owner: np.ndarray  # [units] int64, the micro-batch of each unit
     table: np.ndarray  # [dp, micro-batches of a rank] int64, all micro-batches
     cost: float  # of the plan, in tokens: of its busiest rank, or of its slowest micro-batches, too
+    widths: tuple[int, ...] = ()  # [micro-batches of a rank], see `MicroBatchPlan`; the table repeats wider parts
 
 
 SHARED_PARTS = 1, 2, 4
@@ -226,6 +272,88 @@ def _plan_ranks(
     part_costs, firsts = _summarize_parts(owner, dp * count, costs)
     table = np.lexsort((firsts, -part_costs, np.arange(dp * count) // count)).reshape(dp, count)
     return _Plan(owner, table, float(_plan_times(part_costs, table)[0]))
+
+
+def _plan_widths(
+    max_width: int,
+    costs: np.ndarray,
+    tokens: np.ndarray,
+    holder: np.ndarray | None,
+    dp: int,
+    budget: int,
+    multiple: int,
+    minimum: int,
+) -> _Plan:
+    """Plan micro-batches of several widths up to `max_width`. Other arguments as in `_plan_waves`.
+
+    Units of the same width are planned by `_plan_waves`, the widest first. Each plan has a least width, and the
+    cheapest plan is returned; that with the largest as the least is one of static context parallelism.
+    """
+    sizes = context_sizes(max_width)
+    needed = np.array(sizes)[np.minimum(np.searchsorted(np.array(sizes) * budget, tokens), len(sizes) - 1)]
+    arguments = costs, tokens, holder, dp, budget, multiple, minimum
+    plans = [_plan_from_width([size for size in sizes if size >= least], needed, *arguments) for least in sizes]
+    return min(plans, key=lambda plan: plan.cost)
+
+
+def _plan_from_width(
+    sizes: list[int],
+    needed: np.ndarray,
+    costs: np.ndarray,
+    tokens: np.ndarray,
+    holder: np.ndarray | None,
+    dp: int,
+    budget: int,
+    multiple: int,
+    minimum: int,
+) -> _Plan:
+    """Plan micro-batches of the widths `sizes`, ascending. needed: [units] the least width at which each unit fits."""
+    owner = np.full(len(costs), -1, dtype=np.int64)
+    tables, widths, total_cost, num_parts = list[np.ndarray](), list[int](), 0.0, 0
+    for width in reversed(sizes):
+        is_last = width == sizes[0]
+        units = np.flatnonzero((owner < 0) & ((needed >= width) | is_last))
+        least = -(-max(minimum, len(widths), 1) // multiple) * multiple  # micro-batches of the whole plan
+        missing = least - len(widths) if is_last else 0
+        if not len(units) and not missing:
+            continue
+        homes = None if holder is None else holder[units] // width
+        settings = costs[units], tokens[units], homes, dp // width, budget * width
+        plan = _plan_waves(*settings, 1, max(1, missing))
+        while is_last and (rest := -(len(widths) + plan.table.shape[1]) % multiple):
+            plan = _plan_waves(*settings, 1, plan.table.shape[1] + rest)
+        table, part_costs = plan.table, np.bincount(plan.owner, weights=costs[units], minlength=plan.table.size)
+        owner[units] = num_parts + plan.owner
+        limits = part_costs[table].max(axis=0)  # [micro-batches]
+        if not is_last:
+            limit_of_part, part_tokens = np.empty(table.size), np.zeros(table.size)
+            limit_of_part[table] = limits
+            np.add.at(part_tokens, plan.owner, tokens[units])
+            spare = np.flatnonzero(owner < 0)
+            filled = _fill(costs[spare], tokens[spare], limit_of_part - part_costs, budget * width - part_tokens)
+            owner[spare[filled >= 0]] = num_parts + filled[filled >= 0]
+        total_cost += float(limits.sum()) / width * (1 + WIDTH_COST * (width - 1))
+        tables.append(np.repeat(num_parts + table, width, axis=0))
+        widths += [width] * table.shape[1]
+        num_parts += table.size
+    return _Plan(owner, np.concatenate(tables, axis=1), total_cost, tuple(widths))
+
+
+def _fill(costs: np.ndarray, tokens: np.ndarray, spare_cost: np.ndarray, spare_tokens: np.ndarray) -> np.ndarray:
+    """Return the part that each unit, the most expensive first, is added to, [units] int64; -1 where none has room.
+
+    costs, tokens: [units]. spare_cost, spare_tokens: [parts] what each may be added.
+    """
+    part = np.full(len(costs), -1, dtype=np.int64)
+    spare_cost, spare_tokens = spare_cost.copy(), spare_tokens.copy()
+    for unit in np.argsort(-costs, kind="stable"):
+        room = np.where(spare_tokens >= tokens[unit], spare_cost, -1.0)
+        best = int(room.argmax())
+        if room[best] >= costs[unit]:
+            part[unit] = best
+            spare_cost[best] -= costs[unit]
+            spare_tokens[best] -= tokens[unit]
+    return part
 
 
 def _pack(costs: np.ndarray, tokens: np.ndarray, budget: int, count: int) -> np.ndarray | None:
