@@ -92,7 +92,7 @@ class PackedAttention(MegatronModule):
             return self._attend(query, key, value)
         if (shared := getattr(packed_seq_params, "shared_prefixes", None)) is not None:
             return self._attend_shared(query, key, value, packed_seq_params.cu_seqlens_q, shared)
-        if self.config.context_parallel_size > 1:
+        if parallel_state.get_context_parallel_group().size() > 1:
             return self._attend_context_parallel(query, key, value, packed_seq_params.cu_seqlens_q)
         return self._attend_by_length(query, key, value, packed_seq_params.cu_seqlens_q.diff().long())
 
@@ -128,9 +128,9 @@ class PackedAttention(MegatronModule):
         shared: SharedAttention,
     ) -> torch.Tensor:
         """Attend where sequences have keys in common."""
-        if self.config.context_parallel_size > 1:
-            group = parallel_state.get_context_parallel_group()
-            indices = zigzag(cu_seqlens, self.config.context_parallel_size)
+        group = parallel_state.get_context_parallel_group()
+        if group.size() > 1:
+            indices = zigzag(cu_seqlens, group.size())
             key, value = (gather_context(x, indices, group, same_gradient=False) for x in (key, value))
         outputs = []
         for call in shared.calls:
@@ -144,7 +144,8 @@ class PackedAttention(MegatronModule):
     def _attend_context_parallel(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor
     ) -> torch.Tensor:
-        cp, group = self.config.context_parallel_size, parallel_state.get_context_parallel_group()
+        group = parallel_state.get_context_parallel_group()
+        cp = group.size()
         indices = zigzag(cu_seqlens, cp)
         key, value = (gather_context(x, indices, group, same_gradient=False) for x in (key, value))
         outputs, offset = [], 0

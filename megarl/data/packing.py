@@ -10,6 +10,7 @@ import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache, partial
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -42,11 +43,6 @@ class MicroBatchPlan(list[list[list[int]]]):
                     yield row, micro
 
 
-def context_sizes(cp: int) -> tuple[int, ...]:
-    """Return the sizes of context parallel groups that a group of `cp` ranks is divided into: powers of 2, and cp."""
-    return (*(size for size in (1 << power for power in range(cp.bit_length())) if size < cp and cp % size == 0), cp)
-
-
 def plan_micro_batches(
     lengths: npt.ArrayLike,
     dp: int,
@@ -58,7 +54,7 @@ def plan_micro_batches(
     minimum: int = 1,
     common: tuple[npt.ArrayLike, npt.ArrayLike] | None = None,
     is_lockstep: bool = True,
-    max_width: int = 1,
+    widths: tuple[int, ...] = (1,),
 ) -> MicroBatchPlan:
     """Distribute sequences over `dp` ranks and into micro-batches of at most `token_budget` tokens.
 
@@ -78,11 +74,11 @@ def plan_micro_batches(
     layer. Otherwise only the costs of ranks are balanced: a long sequence takes the time of shorter ones of its rank.
     Homes may then change the number of micro-batches, and the busiest rank takes about HOLDER_TOLERANCE times the mean.
 
-    max_width: into how many ranks a context parallel group is divided, which must divide `dp`. Of the sizes in
-    `context_sizes`, a micro-batch takes some width of ranks together, the same on all ranks at a time, and may have as
-    many times the budget. A sequence takes the smallest width at which it fits, or a larger one where ranks would wait
-    otherwise: the plan takes no longer than one in which all micro-batches have the largest width. Ranks are then
-    balanced at each micro-batch, also without `is_lockstep`.
+    widths: with dynamic context parallelism, how many ranks may compute a micro-batch together, each with the budget,
+    ascending; each divides the next, and the last divides `dp`. The width is the same on all ranks at a time. A
+    sequence takes the smallest at which it fits, or a larger one where ranks would wait otherwise: the plan takes no
+    longer than one in which all micro-batches have the largest width. Ranks are then balanced at each micro-batch, also
+    without `is_lockstep`.
 
     Returns `plan[rank][micro_batch] -> sequence indices`, ascending within a micro-batch. All ranks get the same number
     of micro-batches, at least `minimum` and a multiple of `multiple`, because collectives of expert and pipeline
@@ -93,8 +89,8 @@ def plan_micro_batches(
     """
     if dp < 1 or token_budget < 1:
         raise ValueError(f"dp and token_budget must be at least 1, not {dp} and {token_budget}")
-    if max_width < 1 or dp % max_width:
-        raise ValueError(f"max_width={max_width} does not divide {dp} ranks")
+    if widths[0] < 1 or any(wider % width for width, wider in pairwise((*widths, dp))):
+        raise ValueError(f"each of widths={widths} must divide the next, and the last the {dp} ranks")
     sizes = _as_int64(lengths, "lengths")
     if (too_short := np.flatnonzero(sizes < 1)).size:
         raise ValueError(f"sequence {too_short[0]} has {sizes[too_short[0]]} tokens; a sequence has at least one")
@@ -111,9 +107,9 @@ def plan_micro_batches(
         order = shared = None
     arrays = (None if values is None else values.tobytes() for values in (numbers, homes, order, shared))
     is_lockstep = is_lockstep and dp > 1
-    settings = float(quadratic), multiple, minimum, is_lockstep, max_width
-    plan, widths = _cached_plan(sizes.tobytes(), dp, token_budget, *settings, *arrays)
-    return MicroBatchPlan(([list(micro) for micro in rank] for rank in plan), widths)
+    settings = float(quadratic), multiple, minimum, is_lockstep, tuple(widths)
+    plan, chosen_widths = _cached_plan(sizes.tobytes(), dp, token_budget, *settings, *arrays)
+    return MicroBatchPlan(([list(micro) for micro in rank] for rank in plan), chosen_widths)
 
 
 def _as_int64(values: npt.ArrayLike, name: str) -> np.ndarray:
@@ -132,7 +128,7 @@ def _cached_plan(
     multiple: int,
     minimum: int,
     is_lockstep: bool,
-    max_width: int,
+    widths: tuple[int, ...],
     group: bytes | None,
     owner_rank: bytes | None,
     order: bytes | None,
@@ -148,24 +144,24 @@ def _cached_plan(
     if order is not None and shared is not None:
         sequences, in_common = (np.frombuffer(values, dtype=np.int64) for values in (order, shared))
         limits = [(parts, budget) for parts in (SHARED_PARTS if group is None else SHARED_PARTS[:1])]
-        limits += [(SHARED_PARTS[0], budget * max_width)] if max_width > 1 and group is None else []
+        limits += [(SHARED_PARTS[0], budget * widths[-1])] if widths != (1,) and group is None else []
         divisions = [
             _share(sequences, in_common, lengths, parts, limit, None if group is None else unit)
             for parts, limit in limits
         ] + (divisions if group is None else [])
     plan_units: Callable[..., _Plan] = _plan_waves if is_lockstep else _plan_ranks
-    if max_width > 1:
-        plan_units = partial(_plan_widths, max_width)
+    if widths != (1,):
+        plan_units = partial(_plan_widths, widths)
     plans = []
     for unit, tokens in divisions:
         unit_costs, unit_tokens = _sum_units(unit, tokens, lengths, quadratic)
         holder = None if homes is None else _home_ranks(unit, lengths, homes, dp)
         plan = plan_units(unit_costs, unit_tokens, holder, dp, budget, multiple, minimum)
         plans.append((plan.cost, plan.owner[unit], plan.table, plan.widths))
-    _, owner, table, widths = min(plans, key=lambda item: item[0])
+    _, owner, table, chosen_widths = min(plans, key=lambda item: item[0])
     members = _members(owner, int(table.max()) + 1)
     rows = tuple(tuple(tuple(members[part].tolist()) for part in rank) for rank in table.tolist())
-    return rows, widths or (1,) * table.shape[1]
+    return rows, chosen_widths or (1,) * table.shape[1]
 
 
 class _Plan(NamedTuple):
@@ -275,7 +271,7 @@ def _plan_ranks(
 
 
 def _plan_widths(
-    max_width: int,
+    sizes: tuple[int, ...],
     costs: np.ndarray,
     tokens: np.ndarray,
     holder: np.ndarray | None,
@@ -284,12 +280,11 @@ def _plan_widths(
     multiple: int,
     minimum: int,
 ) -> _Plan:
-    """Plan micro-batches of several widths up to `max_width`. Other arguments as in `_plan_waves`.
+    """Plan micro-batches of the widths `sizes`. Other arguments as in `_plan_waves`.
 
     Units of the same width are planned by `_plan_waves`, the widest first. Each plan has a least width, and the
     cheapest plan is returned; that with the largest as the least is one of static context parallelism.
     """
-    sizes = context_sizes(max_width)
     needed = np.array(sizes)[np.minimum(np.searchsorted(np.array(sizes) * budget, tokens), len(sizes) - 1)]
     arguments = costs, tokens, holder, dp, budget, multiple, minimum
     plans = [_plan_from_width([size for size in sizes if size >= least], needed, *arguments) for least in sizes]

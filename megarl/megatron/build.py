@@ -227,12 +227,13 @@ def _build_chunk(
     is_first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
     is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
     extras = family_of(hf).extras(hf)
-    shares_prefixes = reason_against(hf, config, device.has_cuda()) is None
+    # Transformer Engine's attention then has another context parallel group for each micro-batch.
+    has_groups = config.parallel.dynamic_cp or reason_against(hf, config, device.has_cuda()) is None
     arguments = dict(family_of(hf).gpt_kwargs(hf))
     arguments["vocab_size"] = padded_vocab(arguments["vocab_size"], config.parallel.tp)
     if role != "actor":
         arguments["share_embeddings_and_output_weights"] = False
-    spec = _layer_spec(settings, extras, vp_stage, shares_prefixes)
+    spec = _layer_spec(settings, extras, vp_stage, has_groups)
     build_model = MTPModel if settings.mtp_num_layers else GPTModel
     if (vision_family := family_of(hf).vision) is not None:
         build_model = vision.VisionLanguageModel
@@ -248,7 +249,7 @@ def _build_chunk(
         attention, like = copy(settings), spec
         if settings.experimental_attention_variant == "gated_delta_net":
             attention.experimental_attention_variant = None
-            like = _layer_spec(attention, extras, vp_stage, shares_prefixes)
+            like = _layer_spec(attention, extras, vp_stage, has_groups)
         mtp_spec = get_gpt_mtp_block_spec(settings, like, use_transformer_engine=has_te, vp_stage=vp_stage)
         arguments["mtp_block_spec"] = mtp_spec if has_te else megatron_modules.adapt_local_spec(mtp_spec)
     model = build_model(
@@ -295,7 +296,7 @@ def _build_chunk(
     return model.to(device.device())
 
 
-def _layer_spec(settings: TransformerConfig, extras: Extras, vp_stage: int | None, shares_prefixes: bool) -> Any:
+def _layer_spec(settings: TransformerConfig, extras: Extras, vp_stage: int | None, has_groups: bool) -> Any:
     is_sparse = settings.experimental_attention_variant == "dsa"
     standard = copy(settings)
     standard.experimental_attention_variant = None  # whose layers Megatron builds for Transformer Engine only
@@ -320,7 +321,7 @@ def _layer_spec(settings: TransformerConfig, extras: Extras, vp_stage: int | Non
             layer.submodules.self_attention.submodules.core_attention.module = ReplayedDSAttention
         elif is_sparse:
             layer.submodules.self_attention.submodules.core_attention = SparseAttention
-        elif shares_prefixes and device.has_cuda():
+        elif has_groups and device.has_cuda():
             from megarl.megatron.te_attention import SharedPrefixAttention
 
             layer.submodules.self_attention.submodules.core_attention = SharedPrefixAttention

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megarl.data.packing import plan_micro_batches
+from megarl.config import Config, ParallelConfig
+from megarl.data.packing import MicroBatchPlan, plan_micro_batches
 from megarl.data.shared_prefixes import skippable
 from megarl.megatron.routing_replay import check_shape
 from megarl.models.routing import RoutingShape
@@ -24,8 +25,6 @@ from megarl.parallel.ranks import Ranks
 from megarl.parallel.row_exchange_plan import RowSpec
 from megarl.types import SamplingMask, TrainBatch
 
-MicroBatchPlan = Sequence[Sequence[Sequence[int]]]
-"""[data parallel rank][micro-batch] -> sequence indices, see `data.packing`."""
 MicroBatchOutput = tuple[Sequence[int], Mapping[str, torch.Tensor]]
 """A micro-batch's sequence indices, and its [T] outputs by name."""
 
@@ -34,10 +33,10 @@ MicroBatchOutput = tuple[Sequence[int], Mapping[str, torch.Tensor]]
 class ModelRank:
     """A rank's position in a model's layout, and what it needs of a batch."""
 
-    dp_rank: int
+    row: int  # of the plan, see `MicroBatchPlan`
     needs_tokens: bool  # it is the first or the last stage
     is_last_stage: bool  # it emits the outputs and computes losses
-    is_reporter: bool  # it is the one rank of its replica that reports outputs and metrics
+    is_reporter: bool  # it reports outputs and metrics of the micro-batches of which its row is the first
     replayed_layers: tuple[int, ...]  # its MoE layers that replay recorded routing, as indices among all MoE layers
     indexed_layers: tuple[int, ...] = ()  # those that replay sparse attention indices, among all with an indexer
 
@@ -86,8 +85,8 @@ class BatchDispatcher:
     """
 
     model_ranks: Mapping[int, ModelRank]  # by job rank, for each rank that the model is on
-    dp: int
-    token_budget: int  # of a micro-batch, over all context parallel ranks
+    rows: int  # of a plan: data parallel ranks, with dynamic context parallelism times context parallel ranks
+    token_budget: int  # of a micro-batch of a single row
     quadratic_cost: float  # see `models.flops`
     multiple: int  # the number of micro-batches is a multiple of this
     routing_shape: RoutingShape | None  # of the routing records that the model replays; None without replay
@@ -97,6 +96,7 @@ class BatchDispatcher:
     is_lockstep: bool = True  # whether data parallel ranks wait for each other in each micro-batch
     shares_prefixes: bool = False  # whether tokens that sequences have in common are computed once
     repeated_tokens: int = 1  # see `shared_prefixes.skipped_tokens`
+    widths: tuple[int, ...] = (1,)  # numbers of rows that may compute a micro-batch, see `plan_micro_batches`
 
     @property
     def this_rank(self) -> ModelRank | None:
@@ -108,23 +108,24 @@ class BatchDispatcher:
 
     def plan(self, batch: TrainBatch, forward_only: bool) -> MicroBatchPlan:
         """Plan the micro-batches. Sequences stay with the replica of their home rank where possible."""
-        groups, home_replica = batch.group if batch.keeps_groups and not forward_only else None, None
+        groups, home_row = batch.group if batch.keeps_groups and not forward_only else None, None
         if batch.sharding is not None:
-            replica_of_rank = torch.full((dist.get_world_size(),), -1, dtype=torch.int64)
+            row_of_rank = torch.full((dist.get_world_size(),), -1, dtype=torch.int64)
             for rank, model_rank in self.model_ranks.items():
-                replica_of_rank[rank] = model_rank.dp_rank
-            home_replica = replica_of_rank[batch.sharding.home]
+                row_of_rank[rank] = model_rank.row
+            home_row = row_of_rank[batch.sharding.home]
         return plan_micro_batches(
             batch.lengths,
-            self.dp,
+            self.rows,
             self.token_budget,
             self.quadratic_cost,
             self.multiple,
             groups,
-            home_replica,
+            home_row,
             minimum=1 if forward_only else self.min_trained,
             common=self.common_tokens(batch),
             is_lockstep=self.is_lockstep,
+            widths=self.widths,
         )
 
     def common_tokens(
@@ -148,7 +149,7 @@ class BatchDispatcher:
     def list_work(self, batch: TrainBatch, forward_only: bool) -> tuple[list[int], list[int]]:
         """Return the lengths of all sequences, and how many first tokens of each another one's computation covers."""
         skipped = [0] * batch.num_sequences
-        for micro_batch in chain.from_iterable(self.plan(batch, forward_only)):
+        for _, micro_batch in self.plan(batch, forward_only).micro_batches():
             common = self.common_tokens(batch, micro_batch)
             for sequence, tokens in zip(micro_batch, common[1].tolist() if common else (), strict=False):
                 skipped[sequence] = tokens
@@ -222,7 +223,7 @@ class BatchDispatcher:
         sequences, receivers = [list(chain.from_iterable(micros)) for micros in plan], set(receivers)
         wants: list[list[int]] = [[] for _ in range(dist.get_world_size())]
         for rank in receivers:
-            wants[rank] = sequences[self.model_ranks[rank].dp_rank]
+            wants[rank] = sequences[self.model_ranks[rank].row]
         if not specs or not any(wants):
             return {name: {} for name in specs}
         exchange, local_sequences = row_exchange.get_row_exchange(), wants[dist.get_rank()]
@@ -272,7 +273,7 @@ class BatchDispatcher:
         )
         if "record" in rows or self.this_rank is None:
             return rows.get("record", {})
-        return dict.fromkeys(chain.from_iterable(plan[self.this_rank.dp_rank]), no_tokens)
+        return dict.fromkeys(chain.from_iterable(plan[self.this_rank.row]), no_tokens)
 
     def _dispatch_sampling_masks(
         self,
@@ -315,7 +316,7 @@ class BatchDispatcher:
         Returns a function that waits for the exchange and returns, by name, [T] values of this rank's sequences. Only
         outputs of reporter ranks are read.
 
-        outputs: this rank's micro-batches, each with its sequence indices and outputs.
+        outputs: of the micro-batches of which this rank's row is the first, each with its sequence indices.
         """
         outputs = outputs if self.is_reporter else []
         if batch.sharding is None:
@@ -333,9 +334,9 @@ class BatchDispatcher:
             return lambda: columns
         specs: dict[str, RowSpec] = {name: (torch.float32, ()) for name in names}
         sources = torch.empty(batch.num_sequences, dtype=torch.int64)
-        for rank, model_rank in self.model_ranks.items():
-            if model_rank.is_reporter:
-                sources[list(chain.from_iterable(plan[model_rank.dp_rank]))] = rank
+        reporters = {model_rank.row: rank for rank, model_rank in self.model_ranks.items() if model_rank.is_reporter}
+        for row, micro_batch in plan.micro_batches():
+            sources[micro_batch] = reporters[row]
         wants: list[list[int]] = [[] for _ in range(dist.get_world_size())]
         for index, rank in enumerate(batch.sharding.home.tolist()):
             wants[rank].append(index)
@@ -361,10 +362,15 @@ def make_model_rank(layout: Ranks, layers: tuple[int, ...], indexed_layers: tupl
     """
     is_last_stage = layout.pp_rank == layout.pp - 1
     return ModelRank(
-        dp_rank=layout.dp_rank,
+        row=layout.dp_rank * layout.cp + layout.cp_rank if layout.dynamic_cp else layout.dp_rank,
         needs_tokens=layout.pp_rank == 0 or is_last_stage,
         is_last_stage=is_last_stage,
-        is_reporter=is_last_stage and layout.tp_rank == layout.cp_rank == 0,
+        is_reporter=is_last_stage and layout.tp_rank == 0 and (layout.dynamic_cp or layout.cp_rank == 0),
         replayed_layers=layers,
         indexed_layers=indexed_layers,
     )
+
+
+def row_budget(config: Config, layout: Ranks | ParallelConfig) -> int:
+    """Return the tokens of a micro-batch of a single row of the plan."""
+    return config.train.max_tokens_per_gpu * (1 if layout.dynamic_cp else layout.cp)

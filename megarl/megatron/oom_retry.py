@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -25,9 +24,9 @@ from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracke
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.config import Config, ConfigError
-from megarl.data.packing import plan_micro_batches
+from megarl.data.packing import MicroBatchPlan, plan_micro_batches
 from megarl.megatron import routing_replay, sparse_attention
-from megarl.megatron.distribution import BatchDispatcher, MicroBatchPlan
+from megarl.megatron.distribution import BatchDispatcher
 from megarl.megatron.parameter_names import unwrap
 from megarl.models.activation_memory import working_bytes
 from megarl.parallel import device
@@ -41,7 +40,8 @@ OOM_MESSAGES = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_F
 class OOMReport(NamedTuple):
     """The micro-batch in which a rank ran out of memory."""
 
-    tokens: int
+    tokens: int  # over all context parallel ranks
+    rank_tokens: int  # about those of this rank
     num_units: int  # sequences, or groups if these are not split
     message: str
 
@@ -57,7 +57,7 @@ class OOMRetry:
             with oom_retry.catch_oom():
                 ...  # the pass
 
-    Its state lasts for the rest of the run: `token_budget` (tokens of a micro-batch over all context parallel ranks),
+    Its state lasts for the rest of the run: `token_budget` (as that of the dispatcher),
     `should_recompute` (whether all layers are recomputed) and `num_ooms` (how often memory ran out).
     """
 
@@ -74,7 +74,9 @@ class OOMRetry:
         self._dispatcher = dispatcher
         self._is_enabled = config.guards.oom_retry
         self.token_budget, self.should_recompute, self.num_ooms = dispatcher.token_budget, False, 0
+        self._ranks_per_row = 1 if ranks.dynamic_cp else ranks.cp
         self._current_sequences: Sequence[int] = ()
+        self._current_width = 1
         self._message = ""  # this rank's out-of-memory error in the current pass
         self._reports: list[OOMReport] | None = None  # of all ranks on the current pass; None until gathered
         settings = unwrap(chunks[0]).config
@@ -114,7 +116,7 @@ class OOMRetry:
                         f"out of memory in a micro-batch of {report.tokens} tokens of the {self._display_name} "
                         f"({report.message}), which other ranks compute jointly and cannot repeat: continue with "
                         "run.resume=auto and train.max_tokens_per_gpu="
-                        f"{max(1, min(report.tokens, self.token_budget) // self._ranks.cp // 2)}, or with "
+                        f"{max(1, min(report.rank_tokens, self.token_budget // self._ranks_per_row) // 2)}, or with "
                         "model.megatron.recompute_granularity=full"
                     )
                 if self._reports is None:
@@ -148,24 +150,34 @@ class OOMRetry:
             return plan
         lengths = np.asarray(batch.lengths)
         group = np.asarray(batch.group) if trains and batch.keeps_groups else None
-        parts = []
-        for micros in plan:
+
+        def cut(width: int, micros: Sequence[Sequence[int]]) -> list[list[int]]:
             sequences = np.array(list(chain.from_iterable(micros)), dtype=np.int64)
-            groups = None if group is None else group[sequences]
-            (cut,) = plan_micro_batches(
-                *(lengths[sequences], 1, self.token_budget, dispatcher.quadratic_cost, dispatcher.multiple, groups),
+            groups, budget = None if group is None else group[sequences], self.token_budget * width
+            (smaller,) = plan_micro_batches(
+                *(lengths[sequences], 1, budget, dispatcher.quadratic_cost, dispatcher.multiple, groups),
                 minimum=dispatcher.min_trained if trains else 1,
                 common=dispatcher.common_tokens(batch, sequences.tolist()),
             )
-            parts.append([sequences[micro].tolist() for micro in cut])
-        count = max(map(len, parts))
-        return [[*part, *([[]] * (count - len(part)))] for part in parts]
+            return [sequences[micro].tolist() for micro in smaller]
 
-    def track_current(self, micros: Sequence[Sequence[int]]) -> Iterator[Sequence[int]]:
-        """Iterate over `micros`, recording each as the current micro-batch."""
-        for indices in micros:
-            self._current_sequences = indices
-            yield indices
+        rows, widths = [list[list[int]]() for _ in plan], list[int]()
+        for width in sorted(set(plan.widths), reverse=True):
+            numbers = [number for number, value in enumerate(plan.widths) if value == width]
+            parts = [cut(width, [plan[row][number] for number in numbers]) for row in range(0, len(plan), width)]
+            count = max(map(len, parts))
+            widths += [width] * count
+            for row, micros in enumerate(rows):
+                part = parts[row // width]
+                micros += [*part, *([] for _ in range(count - len(part)))]
+        return MicroBatchPlan(rows, widths)
+
+    def track_current(self, plan: MicroBatchPlan) -> Iterator[tuple[Sequence[int], int]]:
+        """Iterate over this rank's micro-batches and their widths, recording each as the current one."""
+        assert self._dispatcher.this_rank is not None
+        for indices, width in zip(plan[self._dispatcher.this_rank.row], plan.widths, strict=True):
+            self._current_sequences, self._current_width = indices, width
+            yield indices, width
 
     def _gather_reports(self, local: OOMReport | None) -> list[OOMReport]:
         reports = all_gather_objects(local, self._ranks.host_group)
@@ -179,9 +191,10 @@ class OOMRetry:
 
     def _try_reserve(self, batch: TrainBatch, plan: MicroBatchPlan, trains: bool) -> None:
         """Allocate the memory that the largest micro-batch needs, and free it at once."""
-        count = partial(self._dispatcher.count_tokens, batch)
-        largest = max(plan[self._ranks.dp_rank], key=count)
-        cp_tokens = -(-count(largest) // self._ranks.cp)
+        assert self._dispatcher.this_rank is not None
+        micros = zip(plan[self._dispatcher.this_rank.row], plan.widths, strict=True)
+        largest, width = max(micros, key=lambda micro: self._count_rank_tokens(batch, *micro))
+        cp_tokens = self._count_rank_tokens(batch, largest, width)
         needed = working_bytes(
             self._hf, self._config, self._ranks, self._role, cp_tokens, trains, self.should_recompute
         )
@@ -190,13 +203,20 @@ class OOMRetry:
         except Exception as error:  # noqa: BLE001
             if not is_out_of_memory(error):
                 raise
-            self._current_sequences, self._message = largest, f"it needs about {needed:,} bytes"
+            self._current_sequences, self._current_width = largest, width
+            self._message = f"it needs about {needed:,} bytes"
+
+    def _count_rank_tokens(self, batch: TrainBatch, micro_batch: Sequence[int], width: int) -> int:
+        """Return the tokens of a context parallel rank."""
+        return -(-self._dispatcher.count_tokens(batch, micro_batch) // (width * self._ranks_per_row))
 
     def _make_report(self, batch: TrainBatch, units: torch.Tensor) -> OOMReport | None:
         if not self._message:
             return None
         indices = list(self._current_sequences)
-        return OOMReport(self._dispatcher.count_tokens(batch, indices), len(units[indices].unique()), self._message)
+        rank_tokens = self._count_rank_tokens(batch, indices, self._current_width)
+        tokens, num_units = self._dispatcher.count_tokens(batch, indices), len(units[indices].unique())
+        return OOMReport(tokens, rank_tokens, num_units, self._message)
 
     # ---- retry
 
@@ -213,9 +233,9 @@ class OOMRetry:
         device.empty_cache()
         reports = self._reports or []
         divisible_sizes = [
-            self._dispatcher.count_tokens(batch, micro)
+            self._dispatcher.count_tokens(batch, micro) // width
             for part in plan
-            for micro in part
+            for micro, width in zip(part, plan.widths, strict=True)
             if len(units[micro].unique()) > 1
         ]
         if divisible_sizes and any(report.num_units > 1 for report in reports):
@@ -259,7 +279,7 @@ class OOMRetry:
         if not self._is_enabled:
             return {}
         return {
-            "token_budget": float(self.token_budget // self._ranks.cp),
+            "token_budget": float(self.token_budget // self._ranks_per_row),
             "recomputes": float(self.should_recompute),
             "out_of_memory": float(self.num_ooms),
         }

@@ -177,7 +177,8 @@ class SparseAttention(PackedAttention):
         trains = coef > 0 and torch.is_grad_enabled()
         if packed_seq_params.max_seqlen_q <= self.topk and not trains:  # every query sees all its keys
             return super().forward(query, key, value, None, packed_seq_params)
-        cp, group = self.config.context_parallel_size, parallel_state.get_context_parallel_group()
+        group = parallel_state.get_context_parallel_group()
+        cp = group.size()
         cu_seqlens = packed_seq_params.cu_seqlens_q
         indices = zigzag(cu_seqlens, cp)
 
@@ -333,7 +334,8 @@ class ReplayedDSAttention(DSAttention):  # type: ignore[misc]
             return output
         holder = self._get_index_share_topk_holder(packed_seq_params)
         indexer_choice, is_shared = None, self.index_share
-        cp, group = self.config.context_parallel_size, parallel_state.get_context_parallel_group()
+        group = parallel_state.get_context_parallel_group()
+        cp = group.size()
         cu_seqlens = packed_seq_params.cu_seqlens_q
         local = zigzag(cu_seqlens, cp)[group.rank() if cp > 1 else 0].to(cu_seqlens.device)
         sequence = torch.searchsorted(cu_seqlens, local, right=True) - 1

@@ -34,10 +34,12 @@ class SharedPrefixAttention(TEDotProductAttention):  # type: ignore[misc]
         **options: Any,
     ) -> torch.Tensor:
         shared = getattr(packed_seq_params, "shared_prefixes", None)
-        cp, group = self.config.context_parallel_size, parallel_state.get_context_parallel_group()
+        group = parallel_state.get_context_parallel_group()
+        cp, is_context_parallel = group.size(), self.config.context_parallel_size > 1
         if shared is None:
-            if cp > 1 and packed_seq_params is not None:  # it may be off since the last micro-batch
-                packed_seq_params = replace(packed_seq_params, cp_group=group)
+            if is_context_parallel and packed_seq_params is not None:  # the last micro-batch may have had another group
+                own = {"cp_group": group} if cp > 1 else {"local_cp_size": 1}
+                packed_seq_params = replace(packed_seq_params, **own)
         else:
             if cp > 1:
                 places = zigzag(packed_seq_params.cu_seqlens_q, cp)
@@ -51,7 +53,7 @@ class SharedPrefixAttention(TEDotProductAttention):  # type: ignore[misc]
                     cu_seqlens_kv=shared.cu_keys,
                     max_seqlen_q=shared.max_queries,
                     max_seqlen_kv=shared.max_keys,
-                    local_cp_size=1 if cp > 1 else None,
+                    local_cp_size=1 if is_context_parallel else None,
                 ),
             )
         output: torch.Tensor = super().forward(

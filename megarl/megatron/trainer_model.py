@@ -19,9 +19,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.config import Config, ConfigError
 from megarl.data.images import ImageProcessor
+from megarl.data.packing import MicroBatchPlan
 from megarl.megatron import fsdp, lora, optimizer, routing_replay, sparse_attention
 from megarl.megatron.build import Role, build_chunks
-from megarl.megatron.distribution import BatchDispatcher, LocalRows, MicroBatchPlan, ModelRank, make_model_rank
+from megarl.megatron.context_switch import ContextSwitch
+from megarl.megatron.distribution import BatchDispatcher, LocalRows, ModelRank, make_model_rank, row_budget
 from megarl.megatron.logprobs import OutputReader
 from megarl.megatron.micro_batch import MicroBatch, explain_hidden_columns, make_micro_batch
 from megarl.megatron.offload import MemoryOffload, WeightSnapshot, distinct_storages
@@ -39,6 +41,7 @@ from megarl.models.registry import family_of, num_trained_mtp
 from megarl.models.routing import RoutingShape, routing_shape
 from megarl.models.sparse_indices import index_shape
 from megarl.parallel import device
+from megarl.parallel.context_parallel import context_sizes
 from megarl.parallel.host_copy import DeferredCopy, HostCopy, tensor_bytes
 from megarl.parallel.placement import optimizer_key
 from megarl.parallel.ranks import Ranks, all_gather_objects, use_layout
@@ -56,18 +59,19 @@ def sum_metrics(parts: Iterable[Mapping[str, SupportsFloat]]) -> dict[str, float
     return total
 
 
-def collect_aux_losses(config: TransformerConfig, ranks: Ranks, micro_batches: int) -> dict[str, float]:
+def collect_aux_losses(config: TransformerConfig, ranks: Ranks, plan: MicroBatchPlan) -> dict[str, float]:
     """Return each enabled auxiliary loss without its coefficient: the mean over layers, micro-batches and replicas.
 
     Collective over the model's ranks, after each step; resets Megatron's tracker. Empty if no aux loss is enabled, the
     default in RL. Megatron's own reduction fails on a pipeline stage without MoE layers, which has tracked nothing.
     """
+    num_micro_batches, per_rank = sum(len(plan) // width for width in plan.widths), len(plan.widths)
     num_full_copies = {
-        # name in Megatron -> number of ranks with a full value each; the others hold partial values to be summed
-        "load_balancing_loss": ranks.dp,
-        "seq_load_balancing_loss": ranks.dp,
-        "global_load_balancing_loss": 1,
-        "z_loss": ranks.dp * ranks.tp * ranks.cp,
+        # name in Megatron -> number of full values, by micro-batch; other ranks hold partial values to be summed
+        "load_balancing_loss": num_micro_batches,
+        "seq_load_balancing_loss": num_micro_batches,
+        "global_load_balancing_loss": per_rank,
+        "z_loss": ranks.dp * ranks.tp * ranks.cp * per_rank,
     }
     if config.num_moe_experts is None:
         return {}
@@ -91,10 +95,7 @@ def collect_aux_losses(config: TransformerConfig, ranks: Ranks, micro_batches: i
     pattern = config.moe_layer_freq
     layers = sum(pattern) if isinstance(pattern, list) else -(-config.num_layers // pattern)
     layers += config.mtp_num_layers or 0
-    return {
-        f"moe_{name}": sum(sums[name] for sums in gathered) / (num_full_copies[name] * layers * micro_batches)
-        for name in names
-    }
+    return {f"moe_{name}": sum(sums[name] for sums in gathered) / (num_full_copies[name] * layers) for name in names}
 
 
 def make_dispatcher(
@@ -105,8 +106,8 @@ def make_dispatcher(
     is_interleaved = layout.vpp > 1
     return BatchDispatcher(
         model_ranks=model_ranks,
-        dp=layout.dp,
-        token_budget=config.train.max_tokens_per_gpu * layout.cp,
+        rows=layout.dp * (layout.cp if layout.dynamic_cp else 1),
+        token_budget=row_budget(config, layout),
         quadratic_cost=quadratic_cost(hf),
         # Megatron's interleaved schedule needs a multiple of the pipeline size. With exactly as many in training, four
         # stages or more wait for each other: some still warm up, and exchange shapes in another order.
@@ -119,6 +120,7 @@ def make_dispatcher(
         is_lockstep=config.train.fsdp or layout.ep * layout.etp > layout.tp * layout.cp,
         shares_prefixes=reason_against(hf, config, device.has_cuda()) is None,
         repeated_tokens=1 + (num_trained_mtp(hf, config) if is_actor else 0),
+        widths=context_sizes(layout.cp) if layout.dynamic_cp else (1,),
     )
 
 
@@ -185,6 +187,7 @@ class MegatronModel:
             self.dispatcher = make_dispatcher(
                 hf_config, config, ranks, role, dict(zip(ranks.members, positions, strict=True))
             )
+            self._context = ContextSwitch(self.chunks, ranks)
             self.oom_retry = OOMRetry(hf_config, config, ranks, role, self.chunks, self.dispatcher)
             if not trains:
                 return
@@ -440,7 +443,8 @@ class MegatronModel:
         rows = self.dispatcher.dispatch(batch, plan, select_columns(loss_fn, batch))
 
         def compute_loss(micro: MicroBatch, emitted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-            token_count = 0 if self.ranks.cp_rank else len(micro.unpadded_indices)  # each token is counted once
+            is_first = parallel_state.get_context_parallel_rank() == 0  # of the ranks of this micro-batch
+            token_count = len(micro.unpadded_indices) if is_first else 0  # each token is counted once
             tokens = torch.tensor(token_count, dtype=torch.int, device=emitted.device)
             if not micro.indices:  # an empty micro-batch, so that this rank joins its peers' collectives
                 return self._reader.empty_loss(emitted), tokens, {}
@@ -465,7 +469,7 @@ class MegatronModel:
                 self.optimizer.zero_grad()
                 with self.oom_retry.catch_oom():
                     results = self._schedule(rows, retried_plan, compute_loss, forward_only=False)
-            aux_losses = collect_aux_losses(unwrap(self.chunks[0]).config, self.ranks, len(retried_plan[0]))
+            aux_losses = collect_aux_losses(unwrap(self.chunks[0]).config, self.ranks, retried_plan)
             coef = unwrap(self.chunks[0]).config.dsa_indexer_loss_coeff
             if coef:
                 aux_losses |= collect_indexer_loss(self.ranks, coef, total_tokens)
@@ -491,15 +495,18 @@ class MegatronModel:
     ) -> list[Any]:
         """Run Megatron's schedule; the last stage returns the third results of `loss_func(micro_batch, output)`.
 
+        Of a micro-batch of several rows, only ranks of the first one return the result.
+
         A chunk's micro-batch is built when the schedule reaches it, and released after the chunk's pass except for what
         autograd saves. So the device holds only the micro-batches in flight.
         """
-        micro_batches, track_current = plan[self.ranks.dp_rank], self.oom_retry.track_current
+        assert self.dispatcher.this_rank is not None
+        row, ranks_per_row = self.dispatcher.this_rank.row, 1 if self.ranks.dynamic_cp else self.ranks.cp
         target_device = device.device()
         # Without this, Megatron's bf16 wrapper makes an fp32 copy of the last stage's output.
         output_kwargs = {"fp32_output": False} if self.config.model.dtype == "bfloat16" else {}
         fp8 = self.config.model.megatron.get("fp8")
-        padding_args = self.ranks.tp * (FP8_ROWS if fp8 else 1), self.ranks.cp, self.ranks.cp_rank
+        padding = self.ranks.tp * (FP8_ROWS if fp8 else 1)
         mtp_layers = 0 if forward_only else self.mtp_layers
 
         def iter_micro_batches(chunk: torch.nn.Module) -> Iterator[MicroBatch]:
@@ -517,15 +524,16 @@ class MegatronModel:
                 "shares_prefixes": self.dispatcher.shares_prefixes,
                 "repeated": self.dispatcher.repeated_tokens,
             }
-            return (
-                make_micro_batch(rows.select(indices), indices, target_device, *padding_args, *options, **keywords)
-                for indices in track_current(micro_batches)
-            )
+            for indices, width in self.oom_retry.track_current(plan):
+                cp = width * ranks_per_row
+                place = target_device, padding, cp, self.ranks.cp_rank % cp
+                yield make_micro_batch(rows.select(indices), indices, *place, *options, **keywords)
 
         sources = [iter_micro_batches(chunk) for chunk in self.chunks]
 
         def forward_step(source: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
             micro = next(source)
+            self._context.set_size(len(micro.context_indices))
             if self.replay_shape is not None:
                 routing_replay.start_micro_batch(
                     model, None if micro.routing is None else micro.on_device("routing"), self.replay_shape
@@ -549,17 +557,20 @@ class MegatronModel:
                 **output_kwargs,
                 **image_kwargs,
             )
+            self._context.follow(output)
             return output, partial(loss_func, micro)
 
-        return get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=sources if len(sources) > 1 else sources[0],
-            model=self.chunks,
-            num_microbatches=len(micro_batches),
-            seq_length=1,  # ignored: stages send each other the length of each micro-batch
-            micro_batch_size=1,
-            forward_only=forward_only,
-        )
+        with self._context.restore():
+            results: list[Any] = get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=sources if len(sources) > 1 else sources[0],
+                model=self.chunks,
+                num_microbatches=len(plan.widths),
+                seq_length=1,  # ignored: stages send each other the length of each micro-batch
+                micro_batch_size=1,
+                forward_only=forward_only,
+            )
+        return [result for result, width in zip(results, plan.widths, strict=False) if row % width == 0]
 
     def set_peak_lr(self, lr: float) -> None:
         """Set the peak of the learning-rate schedule, whose position stays."""

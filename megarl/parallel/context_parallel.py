@@ -11,6 +11,11 @@ import torch
 import torch.distributed as dist
 
 
+def context_sizes(cp: int) -> tuple[int, ...]:
+    """Return the sizes of context parallel groups that a group of `cp` ranks is divided into: powers of 2, and cp."""
+    return (*(size for size in (1 << power for power in range(cp.bit_length())) if size < cp and cp % size == 0), cp)
+
+
 def zigzag(cu_seqlens: torch.Tensor, cp: int) -> torch.Tensor:
     """Return [cp, P / cp] int64: the positions of each rank's tokens in the packed micro-batch of P tokens.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megarl.config import Config, ConfigError, ParallelConfig
 from megarl.parallel import collectives, device, gloo_devices, job_secret, rendezvous
+from megarl.parallel.context_parallel import context_sizes
 from megarl.parallel.encoding import decode, encode
 from megarl.parallel.placement import check_layout, is_on_megatron, placement_of, role_parallel
 from megarl.parallel.wait_listeners import traced
@@ -29,6 +30,14 @@ class Job:
     rank: int
     world: int
     local_rank: int
+
+
+@dataclass(frozen=True)
+class ContextGroups:
+    """The ranks that compute a micro-batch together, apart from pipeline stages."""
+
+    cp: dist.ProcessGroup
+    tp_cp: dist.ProcessGroup  # of all of their tensor parallel ranks
 
 
 @dataclass(frozen=True)
@@ -55,6 +64,7 @@ class Ranks:
     etp: int = 1
     etp_rank: int = 0
     vpp: int = 1
+    dynamic_cp: bool = False
 
     @property
     def role_rank(self) -> int:
@@ -71,6 +81,13 @@ class Ranks:
         """The sizes that identify a layout, apart from its members."""
         return self.tp, self.cp, self.pp, self.vpp, self.ep, self.etp
 
+    @property
+    def context_groups(self) -> Mapping[int, ContextGroups]:
+        """This rank's groups for each size of context parallelism: cp, and with dynamic_cp smaller ones."""
+        globals_ = _layouts[self.members, self.sizes]
+        whole = ContextGroups(globals_["_CONTEXT_PARALLEL_GROUP"], globals_["_TENSOR_AND_CONTEXT_PARALLEL_GROUP"])
+        return {self.cp: whole} | (_context_groups[self.members, self.sizes] if self.dynamic_cp else {})
+
     def tp_size_and_rank(self, expert: bool) -> tuple[int, int]:
         """Return the number of tp shards of a parameter (of a routed expert or not), and this rank's shard index."""
         return (self.etp, self.etp_rank) if expert else (self.tp, self.tp_rank)
@@ -82,6 +99,8 @@ _hosts: dict[tuple[int, ...], dist.ProcessGroup] = {}
 """Gloo groups by members, one for each set of ranks that has a layout."""
 _layouts: dict[tuple[Any, ...], dict[str, Any]] = {}
 """Globals of Megatron's parallel_state by (members, sizes), one set per layout."""
+_context_groups: dict[tuple[Any, ...], dict[int, ContextGroups]] = {}
+"""Groups of each size below cp, likewise."""
 
 
 def initialize(parallel: ParallelConfig, timeout_s: float = 1800.0) -> Ranks:
@@ -208,6 +227,8 @@ def create_layout(
             warm_up_group(parallel_state.get_pipeline_model_parallel_group())
         if is_member and not tensor_parallel.get_cuda_rng_tracker().get_states():
             tensor_parallel.model_parallel_cuda_manual_seed(1)
+    if parallel.dynamic_cp and key not in _context_groups:
+        _context_groups[key] = _create_context_groups(member_ranks, parallel)
     ranks = None
     if is_member:
         ranks = Ranks(
@@ -226,10 +247,28 @@ def create_layout(
             etp=parallel.etp,
             etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
             vpp=parallel.vpp,
+            dynamic_cp=parallel.dynamic_cp,
         )
     if not is_member or previous["_DATA_PARALLEL_GROUP"] is not None:
         vars(parallel_state).update(previous)
     return ranks
+
+
+def _create_context_groups(members: Sequence[int], parallel: ParallelConfig) -> dict[int, ContextGroups]:
+    """Divide each context parallel group of the members into groups of each smaller size. Collective over the job.
+
+    Returns this rank's groups by size. Megatron numbers ranks by tp and cp, the first fastest, before all others.
+    """
+    rank, timeout, result = dist.get_rank(), timedelta(seconds=_timeout_s), dict[int, ContextGroups]()
+    for size in context_sizes(parallel.cp)[:-1]:
+        for start in range(0, len(members), size * parallel.tp):
+            block = members[start : start + size * parallel.tp]
+            together = dist.new_group(block, timeout=timeout)
+            for first in range(parallel.tp):
+                group = dist.new_group(block[first :: parallel.tp], timeout=timeout)
+                if rank in block[first :: parallel.tp]:
+                    result[size] = ContextGroups(group, together)
+    return result
 
 
 @contextmanager
@@ -481,6 +520,7 @@ def shutdown() -> None:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
         _layouts.clear()
+        _context_groups.clear()
         _hosts.clear()
     _host_group = None
 

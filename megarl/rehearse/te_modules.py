@@ -452,7 +452,7 @@ class _AttentionFunction(torch.autograd.Function):
     ) -> torch.Tensor:
         heads = query.shape[-2]
         output = query.new_empty(*query.shape[:-1], value.shape[-1])
-        ctx.layer, ctx.length = layer, length
+        ctx.layer, ctx.length, ctx.cp_group = layer, length, layer.cp_group
         add_product(query.numel() + output.numel(), length // 2)  # causal
         if (group := layer.cp_group) is not None and group.size() > 1:
             if layer.cp_comm_type == "p2p":
@@ -473,7 +473,7 @@ class _AttentionFunction(torch.autograd.Function):
         layer: DotProductAttention = ctx.layer
         add_product(3 * query.numel() + 2 * output.numel(), ctx.length // 2)  # the scores once more
         grads = [torch.empty_like(x) for x in (query, key, value)]
-        if (group := layer.cp_group) is not None and group.size() > 1:
+        if (group := ctx.cp_group) is not None and group.size() > 1:
             if layer.cp_comm_type == "p2p":
                 size = key.numel() + value.numel()
                 for number in range(group.size()):  # keys and values, and from the second on also their gradients
@@ -518,6 +518,9 @@ class DotProductAttention(torch.nn.Module):
         if softmax_type == "learnable":
             heads = num_attention_heads // tp_size
             self.softmax_offset = torch.nn.Parameter(torch.empty(heads, device="meta"))
+
+    def set_context_parallel_group(self, cp_group: dist.ProcessGroup | None, *_: Any) -> None:
+        self.cp_group = cp_group
 
     def forward(
         self,

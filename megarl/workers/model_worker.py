@@ -22,7 +22,7 @@ import torch
 from megarl.algorithms.token_stats import sequence_sums
 from megarl.config import Config, ConfigError
 from megarl.megatron.build import Role
-from megarl.megatron.distribution import BatchDispatcher
+from megarl.megatron.distribution import BatchDispatcher, row_budget
 from megarl.megatron.trainer_model import OUTPUT_NAMES, LossFn, MegatronModel
 from megarl.models.flops import model_flops
 from megarl.observe.clock import REMOTE
@@ -94,7 +94,7 @@ class ModelWorker(Worker):
 
     def set_config(self, config: Config) -> None:
         if config.train.max_tokens_per_gpu != self.config.train.max_tokens_per_gpu:
-            budget = config.train.max_tokens_per_gpu * role_parallel(config, self.name).cp
+            budget = row_budget(config, role_parallel(config, self.name))
             self.distribution = dataclasses.replace(self.distribution, token_budget=budget)
             if self.model is not None:
                 self.model.set_dispatcher(self.distribution)

@@ -208,7 +208,14 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
         embedding = f"{family_of(tiny.HF[family]).embedding_name}.weight"
         weights.setdefault("lm_head.weight", weights[embedding])
 
-    def build(budget: int = 26) -> Any:
+    is_dynamic = "dynamic_cp" in layout
+
+    rows = layout["world"] // (layout.get("tp", 1) * layout.get("pp", 1))  # ranks with different tokens
+    budgets = 26, 1000
+    if is_dynamic:  # of which sequences of `batch` need one, two and cp ranks
+        budgets = {(2, 2): (16, 10), (4, 2): (14, 10), (4, 4): (10, 16)}[rows, layout["cp"]]
+
+    def build(budget: int = budgets[0]) -> Any:
         overrides = {"train": {"max_tokens_per_gpu": budget, **train}, "model": {"megatron": megatron, **settings}}
         chosen = tiny.config(**layout, **sections, **overrides)
         layout_ranks = parallel_ranks.create_layout(chosen.parallel)
@@ -282,9 +289,13 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
     after = gather(model, model.local_params(), add=False)
     result["step"] = largest_difference(after, trainer.tensors(), skip) / ADAM["lr"]
 
-    # The step does not depend on the micro-batches: one per sequence, or all in one.
-    large_batches = build(budget=1000)
-    _, skipped = large_batches.dispatcher.list_work(batch, forward_only=False)
+    # The step does not depend on the micro-batches: one per sequence, or all in one, or on more or fewer ranks.
+    large_batches = build(budgets[1])
+    if is_dynamic:
+        widths = [part.dispatcher.plan(batch, forward_only=False).widths for part in (model, large_batches)]
+        assert any(len(set(sizes)) > 1 for sizes in widths) and layout["cp"] in sum(widths, ())
+    largest = max(model, large_batches, key=lambda part: part.dispatcher.token_budget)
+    _, skipped = largest.dispatcher.list_work(batch, forward_only=False)
     is_shared = reason_against(tiny.HF[family], model.config, device.has_cuda()) is None
     assert (sum(skipped) > 0) == is_shared, (family, role, skipped)
     repeat = large_batches.train_step(batch, loss_fn)
@@ -340,7 +351,8 @@ def aux_losses(layout: dict[str, int], weights: dict[str, torch.Tensor]) -> dict
     """Return the logged metrics of a step with auxiliary losses; no sequence needs padding, which they would count."""
     from megarl.megatron.trainer_model import MegatronModel
 
-    budget = {"max_tokens_per_gpu": 26 // layout.get("cp", 1)}  # the same micro-batches in every layout
+    rows = 1 if "dynamic_cp" in layout else layout.get("cp", 1)
+    budget = {"max_tokens_per_gpu": 26 // rows}  # the same micro-batches in every layout
     config = tiny.config(**layout, model={"megatron": tiny.AUX_LOSSES}, train=budget)
     model = MegatronModel(tiny.HF["qwen3_moe"], config, RANKS, "actor")
     model.load_shards(lambda param, tp, rank: shard(param, weights, tp, rank))
@@ -467,7 +479,8 @@ def resumes_bitwise(model: Any, build: Any, batch: TrainBatch, loss_fn: Any, fol
 def parse_layout(text: str) -> dict[str, int]:
     """Parse a layout into arguments of `tiny.config`."""
     pairs = (item.split("=") for item in text.split(",") if "=" in item)
-    return {"world": int(os.environ["WORLD_SIZE"])} | {name: int(size) for name, size in pairs}
+    dynamic = {"dynamic_cp": 1} if "dynamic" in text.split(",") else {}
+    return {"world": int(os.environ["WORLD_SIZE"])} | {name: int(size) for name, size in pairs} | dynamic
 
 
 def with_transformer_engine_flags(set_flags: Any) -> Any:
@@ -490,8 +503,10 @@ def with_transformer_engine_flags(set_flags: Any) -> Any:
 
 
 if __name__ == "__main__":
+    from megarl.data import packing
     from megarl.models import norm_counting
 
+    packing.WIDTH_COST = 1.0  # of few sequences, the fastest plan would otherwise have the largest size alone
     norm_counting.set_flags = with_transformer_engine_flags(norm_counting.set_flags)
     layout, OPTIONS = parse_layout(sys.argv[1]), sys.argv[1].split(",")
     if "dsa" in OPTIONS:

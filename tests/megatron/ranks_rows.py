@@ -20,8 +20,8 @@ import torch.distributed as dist
 torch.set_num_threads(1)
 
 from megarl.config import ParallelConfig  # noqa: E402
-from megarl.data.packing import plan_micro_batches  # noqa: E402
-from megarl.megatron.distribution import BatchDispatcher, MicroBatchPlan, ModelRank  # noqa: E402
+from megarl.data.packing import MicroBatchPlan, plan_micro_batches  # noqa: E402
+from megarl.megatron.distribution import BatchDispatcher, ModelRank  # noqa: E402
 from megarl.parallel import ranks, row_exchange  # noqa: E402
 from megarl.types import BatchSharding, TokenLoss, TrainBatch, reads  # noqa: E402
 from megarl.types.batch import select_columns  # noqa: E402
@@ -68,7 +68,7 @@ def tokens_crossing(batch: TrainBatch, plan: MicroBatchPlan, model_ranks: dict[i
     """Return the number of tokens that a rank other than their home reads."""
     assert batch.sharding is not None
     expected_crossing = {
-        i: {rank for rank, model_rank in model_ranks.items() if model_rank.dp_rank == r}
+        i: {rank for rank, model_rank in model_ranks.items() if model_rank.row == r}
         for r, local in enumerate(plan)
         for i in sum(local, [])
     }
@@ -92,7 +92,7 @@ def main() -> None:
         return int(row_exchange.WorldComm().all_reduce(torch.tensor(exchange.bytes_sent["machine"])))
 
     def check_rows(rows: Any, plan: MicroBatchPlan, names: tuple[str, ...]) -> None:
-        for indices in plan[this_rank.dp_rank] if this_rank else ():
+        for indices in plan[this_rank.row] if this_rank else ():
             selected, expected = rows.select(indices), replace(full, sharding=None).select(indices)
             mismatches = [name for name in names if not torch.equal(getattr(selected, name), getattr(expected, name))]
             mismatches += [
@@ -103,7 +103,7 @@ def main() -> None:
             result["wrong"] += mismatches
 
     plan = dispatcher.plan(batch, forward_only=True)
-    free = plan_micro_batches(batch.lengths, dispatcher.dp, BUDGET)
+    free = plan_micro_batches(batch.lengths, dispatcher.rows, BUDGET)
     result |= {
         "crossing": tokens_crossing(batch, plan, model_ranks),
         "without homes": tokens_crossing(batch, free, model_ranks),
@@ -114,8 +114,7 @@ def main() -> None:
     check_rows(rows, plan, ("tokens",))
     result["tokens sent"] = sent() - before
     outputs = [
-        (indices, {"x": rows.select(indices).tokens * 2.0})
-        for indices in (plan[this_rank.dp_rank] if this_rank else ())
+        (indices, {"x": rows.select(indices).tokens * 2.0}) for indices in (plan[this_rank.row] if this_rank else ())
     ]
     before = sent()
     results = dispatcher.collect(batch, plan, outputs, ("x",))()

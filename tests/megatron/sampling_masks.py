@@ -47,7 +47,7 @@ def check(
 
     model, sharded = build(26), tiny.shard_batch(batch)
     plan = model.dispatcher.plan(sharded, forward_only=True)
-    sent = model.dispatcher.dispatch(sharded, plan, ("tokens",)).select(plan[ranks.dp_rank][0])
+    sent = model.dispatcher.dispatch(sharded, plan, ("tokens",)).select(plan[model.dispatcher.this_rank.row][0])
     assert (sent.sampling_mask is not None) == model.dispatcher.this_rank.is_last_stage  # no other rank needs it
     actual = {
         name: tiny.gather_tokens(sharded, values)

@@ -97,6 +97,40 @@ def test_layout_matches_transformers(
                 assert aux == pytest.approx({name: expected[f"actor/{name}"] for name in aux}, rel=1e-5)
 
 
+DYNAMIC_MODELS = {
+    "cp=4,dynamic,selective": (4, f"{DENSE} gemma2:actor gpt_oss:actor deepseek_v3:actor qwen2:reward_model qwen2:dpo"),
+    "pp=2,cp=2,dynamic,selective": (4, f"{MOE} deepseek_v3:critic"),
+    "tp=2,cp=2,ep=2,dynamic,recompute": (
+        4,
+        "qwen3_moe:actor deepseek_v3_mtp:actor glm_moe_dsa:actor qwen3_next_mtp:actor qwen3_moe:reward_model",
+    ),
+    "cp=2,ep=4,dynamic": (4, f"{MOE} deepseek_v3:critic"),
+    "cp=2,dynamic,overlap": (2, "qwen2:actor qwen2_5_vl:actor deepseek_v32:actor"),
+}
+"""Layouts with dynamic context parallelism, whose micro-batches have several sizes: ranks and models."""
+
+
+RunRanks = Callable[..., list[dict[str, Any]]]
+
+
+def check_dynamic(layout: str, world: int, models: str, run_ranks: RunRanks, folder: Path) -> None:
+    for rank, result in enumerate(run_ranks(world, "tests/megatron/ranks_layout.py", layout, models, str(folder))):
+        assert result.keys() == set(models.split())
+        for model, numbers in result.items():
+            assert not misses(numbers), (rank, model, {name: numbers[name] for name in misses(numbers)})
+            assert numbers.keys() >= {*FLAGS, "gradients", "step"}
+
+
+@pytest.mark.parametrize("layout", DYNAMIC_MODELS, ids=title)
+def test_dynamic_sizes_match_transformers(layout: str, run_ranks: RunRanks, tmp_path: Path) -> None:
+    check_dynamic(layout, *DYNAMIC_MODELS[layout], run_ranks, tmp_path)
+
+
+@pytest.mark.nightly
+def test_dynamic_sizes_in_an_interleaved_schedule(run_ranks: RunRanks, tmp_path: Path) -> None:
+    check_dynamic("pp=3,vpp=2,cp=2,dynamic,selective", 6, "qwen3:actor deepseek_v3:critic", run_ranks, tmp_path)
+
+
 def test_logs_aux_losses_only_if_enabled(units: dict[str, Any]) -> None:
     plain, aux = units["aux_losses"]["plain"], units["aux_losses"]["aux"]
     assert aux.keys() - plain.keys() == {"actor/moe_load_balancing_loss", "actor/moe_z_loss"}

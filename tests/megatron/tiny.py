@@ -384,13 +384,26 @@ def split_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return result
 
 
+DYNAMIC_BUDGET = 16
+
+
 def config(
-    tp: int = 1, pp: int = 1, ep: int = 1, cp: int = 1, etp: int = 1, vpp: int = 1, world: int = 1, **sections: Any
+    tp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    cp: int = 1,
+    etp: int = 1,
+    vpp: int = 1,
+    world: int = 1,
+    dynamic_cp: int = 0,
+    **sections: Any,
 ) -> Config:
+    sizes = {"world_size": world, "tp": tp, "pp": pp, "ep": ep, "cp": cp, "etp": etp, "vpp": vpp}
     tree: dict[str, Any] = {
         "model": {"dtype": "float32"},
-        "parallel": {"world_size": world, "tp": tp, "pp": pp, "ep": ep, "cp": cp, "etp": etp, "vpp": vpp},
-        "train": {"max_tokens_per_gpu": 26, "logits_chunk_size": 5},
+        "parallel": sizes | {"dynamic_cp": bool(dynamic_cp)},
+        # With dynamic CP some sequences of `batch` need a rank, and some two.
+        "train": {"max_tokens_per_gpu": DYNAMIC_BUDGET if dynamic_cp else 26, "logits_chunk_size": 5},
     }
     for name, values in sections.items():
         tree.setdefault(name, {}).update(values)

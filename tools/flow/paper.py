@@ -63,7 +63,12 @@ class PlannedJob:
             tp_rank, rest = rank % parallel.tp, rank // parallel.tp
             cp_rank, rest = rest % parallel.cp, rest // parallel.cp
             at: Any = SimpleNamespace(
-                pp=parallel.pp, pp_rank=rest // dp, dp_rank=rest % dp, tp_rank=tp_rank, cp_rank=cp_rank
+                pp=parallel.pp,
+                pp_rank=rest // dp,
+                dp_rank=rest % dp,
+                tp_rank=tp_rank,
+                cp_rank=cp_rank,
+                dynamic_cp=False,
             )
             places[rank] = make_model_rank(at, layers[at.pp_rank] if layers else ())
         budget = config.train.max_tokens_per_gpu * parallel.cp
@@ -102,7 +107,7 @@ class PlannedJob:
         return traffic
 
     def _computed(self, model: BatchDispatcher, batch: TrainBatch, rank: int, forward_only: bool) -> int:
-        rank_plan = model.plan(batch, forward_only)[model.model_ranks[rank].dp_rank]
+        rank_plan = model.plan(batch, forward_only)[model.model_ranks[rank].row]
         return int(batch.lengths[[i for micro in rank_plan for i in micro]].sum())
 
     def _batch(self, rank: int, part: Sequence[int], columns: Sequence[str]) -> TrainBatch:
@@ -151,7 +156,7 @@ class PlannedJob:
 
 def make_critic_rank(place: distribution.ModelRank) -> distribution.ModelRank:
     """Return the critic's place: it replays no routing."""
-    return distribution.ModelRank(place.dp_rank, place.needs_tokens, place.is_last_stage, place.is_reporter, ())
+    return distribution.ModelRank(place.row, place.needs_tokens, place.is_last_stage, place.is_reporter, ())
 
 
 class _Post:
