@@ -60,6 +60,7 @@ _OTHER_NAMES = {
     "parallel.pp": "pipeline_model_parallel_size",
     "parallel.ep": "expert_model_parallel_size",
     "parallel.cp": "context_parallel_size",
+    "parallel.dynamic_cp": "dynamic_context_parallel hybrid_context_parallel",
     "kl.coef": "kl_coef kl_loss_coef beta",
     "advantage.estimator": "adv_estimator advantage_estimator",
     "loss.clip": "clip_ratio clip_range epsilon eps_clip",

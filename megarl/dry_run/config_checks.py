@@ -117,6 +117,8 @@ def check_training_layout(hf: HFConfig, config: Config) -> None:
     stage_layers(int(settings["num_layers"]), parallel.pp, settings, parallel.vpp)
     if any(settings.get("linear_attention_freq") or ()):
         _check_delta_nets(settings, config)
+    if parallel.dynamic_cp:
+        _check_dynamic_cp(settings)
     lora = config.lora
     if lora.rank == 0 and lora.target_modules:
         raise ConfigError("lora.target_modules is set, but lora.rank=0 trains all weights; set lora.rank")
@@ -126,6 +128,20 @@ def check_training_layout(hf: HFConfig, config: Config) -> None:
         mtp = bool(num_trained_mtp(hf, config))
         table = family.params(hf, parallel.tp, parallel.etp, mtp=mtp, max_experts=1)
         adapter_params(table, lora)  # raises for a missing target
+
+
+def _check_dynamic_cp(settings: Mapping[str, Any]) -> None:
+    kinds = settings.get("cp_comm_type")
+    if "a2a+p2p" in (kinds if isinstance(kinds, list) else [kinds]):
+        raise ConfigError(
+            "model.megatron.cp_comm_type=a2a+p2p divides context parallel groups in two levels of fixed sizes, and "
+            "with parallel.dynamic_cp some have one rank; choose p2p, all_gather or a2a"
+        )
+    if settings.get("overlap_moe_expert_parallel_comm"):
+        raise ConfigError(
+            "model.megatron.overlap_moe_expert_parallel_comm computes layers of two micro-batches in turn, whose sizes "
+            "differ with parallel.dynamic_cp; remove one of the two"
+        )
 
 
 def _check_delta_nets(settings: Mapping[str, Any], config: Config) -> None:
@@ -400,6 +416,8 @@ def check_lengths(hf: HFConfig, config: Config, warnings: list[str]) -> None:
             f"{rollout.max_new_tokens=} leaves no room for a prompt in {rollout.max_context=}; lower the first or "
             "raise the second"
         )
+    if config.parallel.dynamic_cp and config.parallel.cp == 1:
+        warnings.append("parallel.dynamic_cp=true has no effect, as parallel.cp=1 is the largest size")
     if train.max_tokens_per_gpu * config.parallel.cp < rollout.max_context:
         warnings.append(
             f"{train.max_tokens_per_gpu=} is below {rollout.max_context=}: a longer conversation is a micro-batch of "

@@ -534,7 +534,7 @@ def _describe_host_memory(hf: HFConfig, config: Config, declared: Requirements, 
 
 def _describe_parallel(parallel: ParallelConfig, prefix: str, experts: bool) -> list[tuple[str, str]]:
     """Describe the parallel layout of a model."""
-    context = f" x cp {parallel.cp}" if parallel.cp > 1 else ""
+    context = f" x cp {'up to ' if parallel.dynamic_cp else ''}{parallel.cp}" if parallel.cp > 1 else ""
     dp = parallel.world_size // (parallel.tp * parallel.cp * parallel.pp)
     rows = [(f"{prefix}dense layers", f"tp {parallel.tp}{context} x pp {parallel.pp} x dp {dp}")]
     if experts:

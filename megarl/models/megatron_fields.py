@@ -27,6 +27,8 @@ CONFIG_KEYS = {
     "mtp_num_layers": "train.mtp_loss_coef",
     "mtp_loss_scaling_factor": "train.mtp_loss_coef",
     "dsa_indexer_loss_coeff": "train.indexer_loss_coef",
+    "hybrid_context_parallel": "parallel.dynamic_cp",
+    "max_seqlen_per_dp_cp_rank": "train.max_tokens_per_gpu",
 }
 """Fields that a key of MegaRL's sets."""
 

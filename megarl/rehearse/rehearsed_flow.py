@@ -97,6 +97,8 @@ def with_all_ranks(dispatcher: BatchDispatcher, layout: Ranks) -> BatchDispatche
     """Return a dispatcher that has the positions of all members of a layout, of which at most this rank's is known.
 
     Megatron numbers ranks by tp, cp, dp and pp, the first fastest. The layers that other stages replay are not known.
+    With dynamic context parallelism, all micro-batches have the largest size, since the stages of a rehearsal cannot
+    send each other the shapes of each.
     """
     model_ranks, local = {}, dispatcher.model_ranks.get(layout.job.rank)
     # Of other stages only matters here whether they replay at all; these have some layer.
@@ -110,13 +112,13 @@ def with_all_ranks(dispatcher: BatchDispatcher, layout: Ranks) -> BatchDispatche
         model_ranks[rank] = make_model_rank(
             position, *((local.replayed_layers, local.indexed_layers) if is_like and local else others)
         )
-    return dataclasses.replace(dispatcher, model_ranks=model_ranks)
+    return dataclasses.replace(dispatcher, model_ranks=model_ranks, widths=dispatcher.widths[-1:])
 
 
 def _layout_elsewhere(config: Config, role: str, job: Job) -> Ranks:
     """Return a layout of which this rank is no member, as its first rank sees it."""
     parallel, members = role_parallel(config, role), tuple(placement_of(config).ranks_of(role))
-    sizes = {name: getattr(parallel, name) for name in ("tp", "pp", "ep", "cp", "etp", "vpp")}
+    sizes = {name: getattr(parallel, name) for name in ("tp", "pp", "ep", "cp", "etp", "vpp", "dynamic_cp")}
     dp = len(members) // (parallel.tp * parallel.pp * parallel.cp)
     return Ranks(job=job, members=members, dp=dp, tp_rank=0, pp_rank=0, ep_rank=0, dp_rank=0, **sizes)
 

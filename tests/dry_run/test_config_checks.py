@@ -26,6 +26,7 @@ from megarl.dry_run.config_checks import (
     check_muon,
     check_registered_buffers,
     check_schedule,
+    check_training_layout,
     mean_image_bytes,
 )
 from megarl.dry_run.model_folders import check_same_tokenizer
@@ -232,3 +233,25 @@ def test_settings_of_muon_need_muon() -> None:
         message = f"^{key}.muon with {key}.type=adam: .* set the second to muon"
         with pytest.raises(ConfigError, match=message) if key else nullcontext():
             check_schedule(config, load_requirements(config))
+
+
+@pytest.mark.parametrize(
+    "megatron, message",
+    [
+        ({"cp_comm_type": "a2a+p2p"}, r"cp_comm_type=a2a\+p2p divides context parallel groups in two levels"),
+        ({"overlap_moe_expert_parallel_comm": True}, "layers of two micro-batches in turn, whose sizes differ"),
+        ({"hybrid_context_parallel": True}, "hybrid_context_parallel has its own key: set parallel.dynamic_cp"),
+    ],
+)
+def test_settings_that_fix_the_context_parallel_size_are_refused(megatron: dict[str, Any], message: str) -> None:
+    parallel = {"world_size": 4, "cp": 4, "dynamic_cp": True}
+    check_training_layout(tiny.HF["qwen3_moe"], from_dict({"parallel": parallel}))
+    with pytest.raises(ConfigError, match=message):
+        check_training_layout(tiny.HF["qwen3_moe"], from_dict({"parallel": parallel, "model": {"megatron": megatron}}))
+
+
+def test_warns_of_dynamic_sizes_without_context_parallelism() -> None:
+    warnings: list[str] = []
+    config = from_dict({"parallel": {"dynamic_cp": True}, "train": {"max_tokens_per_gpu": 4096}})
+    config_checks.check_lengths(tiny.HF["qwen3_moe"] | {"max_position_embeddings": 32_768}, config, warnings)
+    assert any("parallel.dynamic_cp=true has no effect, as parallel.cp=1" in line for line in warnings)

@@ -24,6 +24,7 @@ torch.set_num_threads(1)
 import tiny  # noqa: E402
 
 from megarl.config import ConfigError  # noqa: E402
+from megarl.data import packing  # noqa: E402
 from megarl.models.activation_memory import working_bytes  # noqa: E402
 from megarl.models.layout_algebra import shard  # noqa: E402
 from megarl.parallel import device  # noqa: E402
@@ -31,7 +32,9 @@ from megarl.parallel import ranks as parallel_ranks  # noqa: E402
 from megarl.types import ModelOutput, TokenLoss, TrainBatch  # noqa: E402
 
 LAYOUT = sys.argv[1]
-SIZES = {"dp": {}, "tp": {"tp": 2}, "pp": {"pp": 2}, "ep": {"ep": 2}}[LAYOUT]
+DYNAMIC = {"cp": 2, "dynamic_cp": 1}
+WIDTHS = {"short": {1}, "long": {1, 2}}
+SIZES = {"dp": {}, "tp": {"tp": 2}, "pp": {"pp": 2}, "ep": {"ep": 2}, "dynamic": DYNAMIC}[LAYOUT]
 # A large eps, so that rounding in other micro-batches does not flip the sign of a step.
 ADAM: dict[str, Any] = dict(lr=0.01, eps=1e-3, schedule="constant", warmup_fraction=0.0, max_grad_norm=0.5)
 FAMILY = "qwen3_moe"
@@ -54,7 +57,8 @@ def build(guarded: bool, role: str = "actor", aux: bool = False, **train: Any) -
     """Build a model. aux: with router losses, which depend on how the batch is split into micro-batches."""
     from megarl.megatron.trainer_model import MegatronModel
 
-    sections: dict[str, Any] = {"guards": {"oom_retry": guarded}, "actor_optimizer": ADAM, "train": train}
+    sections: dict[str, Any] = {"guards": {"oom_retry": guarded}, "actor_optimizer": ADAM}
+    sections["train"] = {"max_tokens_per_gpu": 18 if LAYOUT == "dynamic" else 26, **train}
     sections["model"] = {"megatron": tiny.AUX_LOSSES if aux else {}}
     config = tiny.config(world=2, **SIZES, **sections, critic={"optimizer": ADAM})
     layout_ranks = parallel_ranks.create_layout(config.parallel)
@@ -227,8 +231,17 @@ def model_parallel_ranks() -> dict[str, Any]:
         assert selected.loss_weights is not None
         selected = tiny.shard_batch(selected.with_(loss_weights=selected.loss_weights / selected.loss_weights.sum()))
         expected_value, model = train_steps(build(False), selected), build(True)
+        if LAYOUT == "dynamic":
+            assert set(model.dispatcher.plan(selected, forward_only=False).widths) == WIDTHS[name]
         actual = train_steps(model, selected)
         result[name] = {"gap": largest_difference(actual, expected_value), "state": retry_state(model)}
+    if LAYOUT == "dynamic":  # as after an earlier error
+        model = build(True)
+        model.oom_retry.token_budget = 9
+        plan = model.dispatcher.plan(selected, forward_only=False)
+        (cut,) = model.oom_retry.plans(selected, plan, trains=True)
+        actual = train_steps(model, selected)
+        result["cut"] = {"gap": largest_difference(actual, expected_value), "widths": [plan.widths, cut.widths]}
     enough, model = 0, build(True)
     result["unfittable"] = error(lambda: model.train_step(batch, loss))
     device.reserve = reserve
@@ -244,6 +257,7 @@ def model_parallel_ranks() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    packing.WIDTH_COST = 1.0  # of few sequences, the fastest plan would otherwise have the largest size alone
     RANKS = parallel_ranks.initialize(tiny.config(world=2, **SIZES).parallel, timeout_s=60)
     print("RESULT " + json.dumps(independent_ranks() if LAYOUT == "dp" else model_parallel_ranks()))
     parallel_ranks.shutdown()
