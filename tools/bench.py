@@ -22,6 +22,7 @@ from megarl.config.command_line import Parser, run_cli
 COMMANDS = {
     "reshard": "ways to bring weights from a trainer's ranks to engines' shards",
     "step": "training steps by the ways to split sequences into micro-batches",
+    "context": "steps with context parallelism of static and of dynamic sizes, modelled",
     "trl": "steps of GRPO beside TRL's",
     "asynchronous": "steps with asynchronous generation beside synchronous ones",
     "turns": "conversations with slow tools beside turn-by-turn generation",

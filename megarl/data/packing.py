@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
-from itertools import pairwise
+from itertools import combinations, pairwise
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +19,9 @@ import numpy.typing as npt
 
 COUNT_STEPS = 64  # resolution of the search for the number of micro-batches
 MAX_SLOWDOWN = 1.015  # allowed slowdown of a plan that keeps sequences at home, see `owner_rank`
-WIDTH_COST = 0.02  # assumed: what each further rank of a micro-batch's width adds to its cost, in communication
+
+
+SINGLE_WIDTH: Mapping[int, float] = MappingProxyType({1: 0.0})
 
 
 class MicroBatchPlan(list[list[list[int]]]):
@@ -54,7 +57,7 @@ def plan_micro_batches(
     minimum: int = 1,
     common: tuple[npt.ArrayLike, npt.ArrayLike] | None = None,
     is_lockstep: bool = True,
-    widths: tuple[int, ...] = (1,),
+    widths: Mapping[int, float] = SINGLE_WIDTH,
 ) -> MicroBatchPlan:
     """Distribute sequences over `dp` ranks and into micro-batches of at most `token_budget` tokens.
 
@@ -75,10 +78,9 @@ def plan_micro_batches(
     Homes may then change the number of micro-batches, and the busiest rank takes about HOLDER_TOLERANCE times the mean.
 
     widths: with dynamic context parallelism, how many ranks may compute a micro-batch together, each with the budget,
-    ascending; each divides the next, and the last divides `dp`. The width is the same on all ranks at a time. A
-    sequence takes the smallest at which it fits, or a larger one where ranks would wait otherwise: the plan takes no
-    longer than one in which all micro-batches have the largest width. Ranks are then balanced at each micro-batch, also
-    without `is_lockstep`.
+    ascending; each divides the next, and the last divides `dp`. Values are the communication of each, relative to the
+    costs. The width is the same on all ranks at a time. A sequence takes the smallest at which it fits, or a larger one
+    where ranks would wait otherwise: the plan takes no longer than one in which all micro-batches have the largest.
 
     Returns `plan[rank][micro_batch] -> sequence indices`, ascending within a micro-batch. All ranks get the same number
     of micro-batches, at least `minimum` and a multiple of `multiple`, because collectives of expert and pipeline
@@ -89,7 +91,7 @@ def plan_micro_batches(
     """
     if dp < 1 or token_budget < 1:
         raise ValueError(f"dp and token_budget must be at least 1, not {dp} and {token_budget}")
-    if widths[0] < 1 or any(wider % width for width, wider in pairwise((*widths, dp))):
+    if min(widths) < 1 or any(wider % width for width, wider in pairwise((*widths, dp))):
         raise ValueError(f"each of widths={widths} must divide the next, and the last the {dp} ranks")
     sizes = _as_int64(lengths, "lengths")
     if (too_short := np.flatnonzero(sizes < 1)).size:
@@ -107,7 +109,7 @@ def plan_micro_batches(
         order = shared = None
     arrays = (None if values is None else values.tobytes() for values in (numbers, homes, order, shared))
     is_lockstep = is_lockstep and dp > 1
-    settings = float(quadratic), multiple, minimum, is_lockstep, tuple(widths)
+    settings = float(quadratic), multiple, minimum, is_lockstep, tuple(widths.items())
     plan, chosen_widths = _cached_plan(sizes.tobytes(), dp, token_budget, *settings, *arrays)
     return MicroBatchPlan(([list(micro) for micro in rank] for rank in plan), chosen_widths)
 
@@ -128,7 +130,7 @@ def _cached_plan(
     multiple: int,
     minimum: int,
     is_lockstep: bool,
-    widths: tuple[int, ...],
+    width_costs: tuple[tuple[int, float], ...],
     group: bytes | None,
     owner_rank: bytes | None,
     order: bytes | None,
@@ -144,14 +146,16 @@ def _cached_plan(
     if order is not None and shared is not None:
         sequences, in_common = (np.frombuffer(values, dtype=np.int64) for values in (order, shared))
         limits = [(parts, budget) for parts in (SHARED_PARTS if group is None else SHARED_PARTS[:1])]
-        limits += [(SHARED_PARTS[0], budget * widths[-1])] if widths != (1,) and group is None else []
+        widest, _ = width_costs[-1]
+        limits += [(SHARED_PARTS[0], budget * widest)] if widest > 1 and group is None else []
         divisions = [
             _share(sequences, in_common, lengths, parts, limit, None if group is None else unit)
             for parts, limit in limits
         ] + (divisions if group is None else [])
     plan_units: Callable[..., _Plan] = _plan_waves if is_lockstep else _plan_ranks
-    if widths != (1,):
-        plan_units = partial(_plan_widths, widths)
+    if len(width_costs) > 1 or width_costs[0][0] > 1:
+        factors = {width: (1 + cost) / width for width, cost in width_costs}
+        plan_units = partial(_plan_widths, plan_units, factors)
     plans = []
     for unit, tokens in divisions:
         unit_costs, unit_tokens = _sum_units(unit, tokens, lengths, quadratic)
@@ -271,7 +275,8 @@ def _plan_ranks(
 
 
 def _plan_widths(
-    sizes: tuple[int, ...],
+    plan_units: Callable[..., _Plan],
+    factors: Mapping[int, float],
     costs: np.ndarray,
     tokens: np.ndarray,
     holder: np.ndarray | None,
@@ -280,20 +285,41 @@ def _plan_widths(
     multiple: int,
     minimum: int,
 ) -> _Plan:
-    """Plan micro-batches of the widths `sizes`. Other arguments as in `_plan_waves`.
+    """Plan micro-batches of several widths. Other arguments as in `_plan_waves`.
 
-    Units of the same width are planned by `_plan_waves`, the widest first. Each plan has a least width, and the
-    cheapest plan is returned; that with the largest as the least is one of static context parallelism.
+    Each set of widths that has the largest gives a plan: units of the same width are planned by `plan_units`, the
+    widest first. The cheapest plan is returned; that of the largest width alone is one of static context parallelism.
+
+    plan_units: `_plan_waves` or `_plan_ranks`. factors: by width, of a unit's cost on a single rank.
     """
-    needed = np.array(sizes)[np.minimum(np.searchsorted(np.array(sizes) * budget, tokens), len(sizes) - 1)]
-    arguments = costs, tokens, holder, dp, budget, multiple, minimum
-    plans = [_plan_from_width([size for size in sizes if size >= least], needed, *arguments) for least in sizes]
+    *narrow, widest = factors
+    plans = []
+    for number in range(len(narrow) + 1):
+        for chosen in combinations(narrow, number):
+            sizes = np.array([*chosen, widest])
+            needed = sizes[np.minimum(np.searchsorted(sizes * budget, tokens), number)]
+            arguments = costs, tokens, holder, dp, budget, multiple, minimum
+            owner, table, _, widths = _plan_sizes(plan_units, needed, sizes.tolist(), *arguments)
+            part_costs = np.bincount(owner, weights=costs, minlength=int(table.max()) + 1)
+            seconds = part_costs[table] * [factors[width] for width in widths]
+            cost = _finish_time(seconds, widths, is_lockstep=plan_units is _plan_waves)
+            plans.append(_Plan(owner, table, cost, widths))
     return min(plans, key=lambda plan: plan.cost)
 
 
-def _plan_from_width(
-    sizes: list[int],
+def _finish_time(costs: np.ndarray, widths: Sequence[int], is_lockstep: bool) -> float:
+    """Return when the last rank finishes. costs: [dp, micro-batches] of each, whose ranks start it together."""
+    finish = np.zeros(len(costs))
+    for number, width in enumerate(widths):
+        start = finish.max() if is_lockstep else np.repeat(finish.reshape(-1, width).max(axis=1), width)
+        finish = start + costs[:, number]
+    return float(finish.max())
+
+
+def _plan_sizes(
+    plan_units: Callable[..., _Plan],
     needed: np.ndarray,
+    sizes: list[int],
     costs: np.ndarray,
     tokens: np.ndarray,
     holder: np.ndarray | None,
@@ -302,36 +328,36 @@ def _plan_from_width(
     multiple: int,
     minimum: int,
 ) -> _Plan:
-    """Plan micro-batches of the widths `sizes`, ascending. needed: [units] the least width at which each unit fits."""
+    """Plan micro-batches of the widths `sizes`, ascending. needed: [units] the width of each. The plan has no cost."""
     owner = np.full(len(costs), -1, dtype=np.int64)
-    tables, widths, total_cost, num_parts = list[np.ndarray](), list[int](), 0.0, 0
+    tables, widths, num_parts = list[np.ndarray](), list[int](), 0
     for width in reversed(sizes):
         is_last = width == sizes[0]
-        units = np.flatnonzero((owner < 0) & ((needed >= width) | is_last))
+        units = np.flatnonzero((owner < 0) & (needed == width))
         least = -(-max(minimum, len(widths), 1) // multiple) * multiple  # micro-batches of the whole plan
         missing = least - len(widths) if is_last else 0
         if not len(units) and not missing:
             continue
         homes = None if holder is None else holder[units] // width
         settings = costs[units], tokens[units], homes, dp // width, budget * width
-        plan = _plan_waves(*settings, 1, max(1, missing))
+        plan = plan_units(*settings, 1, max(1, missing))
         while is_last and (rest := -(len(widths) + plan.table.shape[1]) % multiple):
-            plan = _plan_waves(*settings, 1, plan.table.shape[1] + rest)
-        table, part_costs = plan.table, np.bincount(plan.owner, weights=costs[units], minlength=plan.table.size)
+            plan = plan_units(*settings, 1, plan.table.shape[1] + rest)
+        table = plan.table
         owner[units] = num_parts + plan.owner
-        limits = part_costs[table].max(axis=0)  # [micro-batches]
         if not is_last:
-            limit_of_part, part_tokens = np.empty(table.size), np.zeros(table.size)
-            limit_of_part[table] = limits
-            np.add.at(part_tokens, plan.owner, tokens[units])
+            part_costs, part_tokens = (
+                np.bincount(plan.owner, weights=values[units], minlength=table.size) for values in (costs, tokens)
+            )
+            limits = np.empty(table.size)  # the cost of the slowest part at the same time
+            limits[table] = part_costs[table].max(axis=0)
             spare = np.flatnonzero(owner < 0)
-            filled = _fill(costs[spare], tokens[spare], limit_of_part - part_costs, budget * width - part_tokens)
+            filled = _fill(costs[spare], tokens[spare], limits - part_costs, budget * width - part_tokens)
             owner[spare[filled >= 0]] = num_parts + filled[filled >= 0]
-        total_cost += float(limits.sum()) / width * (1 + WIDTH_COST * (width - 1))
         tables.append(np.repeat(num_parts + table, width, axis=0))
         widths += [width] * table.shape[1]
         num_parts += table.size
-    return _Plan(owner, np.concatenate(tables, axis=1), total_cost, tuple(widths))
+    return _Plan(owner, np.concatenate(tables, axis=1), 0.0, tuple(widths))
 
 
 def _fill(costs: np.ndarray, tokens: np.ndarray, spare_cost: np.ndarray, spare_tokens: np.ndarray) -> np.ndarray:

@@ -13,12 +13,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 
-from megarl.parallel.ranks import Ranks
+from megarl.parallel.ranks import Ranks, set_context_groups
 
 
 class ContextSwitch:
@@ -54,9 +52,7 @@ class ContextSwitch:
     def set_size(self, size: int) -> None:
         """Compute with the groups of this size from now on. Communicates nothing."""
         groups = self._groups[size]
-        parallel_state._CONTEXT_PARALLEL_GROUP = groups.cp
-        parallel_state._CONTEXT_PARALLEL_GLOBAL_RANKS = dist.get_process_group_ranks(groups.cp)
-        parallel_state._TENSOR_AND_CONTEXT_PARALLEL_GROUP = groups.tp_cp
+        set_context_groups(groups)
         if size == self._size:
             return
         self._size = size

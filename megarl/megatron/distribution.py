@@ -96,7 +96,7 @@ class BatchDispatcher:
     is_lockstep: bool = True  # whether data parallel ranks wait for each other in each micro-batch
     shares_prefixes: bool = False  # whether tokens that sequences have in common are computed once
     repeated_tokens: int = 1  # see `shared_prefixes.skipped_tokens`
-    widths: tuple[int, ...] = (1,)  # numbers of rows that may compute a micro-batch, see `plan_micro_batches`
+    widths: tuple[tuple[int, float], ...] = ((1, 0.0),)  # of micro-batches, with costs, see `plan_micro_batches`
 
     @property
     def this_rank(self) -> ModelRank | None:
@@ -125,7 +125,7 @@ class BatchDispatcher:
             minimum=1 if forward_only else self.min_trained,
             common=self.common_tokens(batch),
             is_lockstep=self.is_lockstep,
-            widths=self.widths,
+            widths=dict(self.widths),
         )
 
     def common_tokens(

@@ -40,6 +40,7 @@ from megarl.models.prefix_sharing import reason_against
 from megarl.models.registry import family_of, num_trained_mtp
 from megarl.models.routing import RoutingShape, routing_shape
 from megarl.models.sparse_indices import index_shape
+from megarl.models.step_time import context_costs
 from megarl.parallel import device
 from megarl.parallel.context_parallel import context_sizes
 from megarl.parallel.host_copy import DeferredCopy, HostCopy, tensor_bytes
@@ -104,9 +105,10 @@ def make_dispatcher(
     """Return the dispatcher of a model in this layout. model_ranks: see `BatchDispatcher`."""
     is_actor = role == "actor"
     is_interleaved = layout.vpp > 1
+    ranks_per_row, sizes = (1, context_sizes(layout.cp)) if layout.dynamic_cp else (layout.cp, (1,))
     return BatchDispatcher(
         model_ranks=model_ranks,
-        rows=layout.dp * (layout.cp if layout.dynamic_cp else 1),
+        rows=layout.dp * layout.cp // ranks_per_row,
         token_budget=row_budget(config, layout),
         quadratic_cost=quadratic_cost(hf),
         # Megatron's interleaved schedule needs a multiple of the pipeline size. With exactly as many in training, four
@@ -117,10 +119,10 @@ def make_dispatcher(
         index_shape=index_shape(hf, config) if is_actor else None,
         has_logits=is_actor,
         # Ranks that exchange tokens or weights in each layer.
-        is_lockstep=config.train.fsdp or layout.ep * layout.etp > layout.tp * layout.cp,
+        is_lockstep=config.train.fsdp or layout.ep * layout.etp > layout.tp * ranks_per_row,
         shares_prefixes=reason_against(hf, config, device.has_cuda()) is None,
         repeated_tokens=1 + (num_trained_mtp(hf, config) if is_actor else 0),
-        widths=context_sizes(layout.cp) if layout.dynamic_cp else (1,),
+        widths=context_costs(hf, sizes, layout.tp, config.parallel.ranks_per_node),
     )
 
 

@@ -6,7 +6,7 @@ measured on a GPU here. Experts get equal loads.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
@@ -96,10 +96,10 @@ class StepTime:
         # Attention and dense MLPs gather and scatter, and gather once more for weight gradients.
         gathers = (2 * passes + 1) * (2 * layers - moe_layers) * (tp - 1) / tp
         seconds["tensor"] = machine.transfer_seconds(gathers * group_tokens * hidden * size, tp > node)
-        head_dim = settings["v_head_dim" if settings.get("multi_latent_attention") else "kv_channels"]
-        kv = 2 * int(settings.get("num_query_groups") or settings["num_attention_heads"]) * int(head_dim)
         ring = (passes + 1) * layers * (cp - 1) / tp
-        seconds["context"] = machine.transfer_seconds(ring * group_tokens * kv * size, tp * cp > node)
+        seconds["context"] = machine.transfer_seconds(
+            ring * group_tokens * kv_elements(settings) * size, tp * cp > node
+        )
         chosen = int(settings.get("moe_router_topk") or 0) * group_tokens / tp  # tokens that a rank sends to experts
         span = ep * etp
         dispatched = 2 * passes * moe_layers * group_tokens / tp * hidden * size
@@ -127,6 +127,24 @@ class StepTime:
         host_bytes = 28 + (4 + size if size < 4 else 0)
         seconds["host"] = offloaded * max(4 / machine.pcie_bandwidth, host_bytes / machine.host_bandwidth)
         return seconds
+
+
+def context_costs(hf: HFConfig, sizes: Sequence[int], tp: int, ranks_per_node: int) -> tuple[tuple[int, float], ...]:
+    """Return each context parallel size, with the exposed seconds of communication over those of arithmetic.
+
+    Of a training step without recomputation, without the quadratic part of attention.
+    """
+    machine, settings = GPUSpec(), family_of(hf).megatron_config(hf)
+    arithmetic = 6 * active_params(hf) / machine.flops
+    sent = 3 * int(settings["num_layers"]) * kv_elements(settings) * DTYPE_BYTES["bfloat16"]  # by each further rank
+    seconds = (machine.transfer_seconds((size - 1) * sent, tp * size > ranks_per_node) for size in sizes)
+    return tuple((size, exposed / arithmetic) for size, exposed in zip(sizes, seconds, strict=True))
+
+
+def kv_elements(settings: Mapping[str, Any]) -> int:
+    """Return the elements of a token's keys and values in a layer, over all tensor parallel ranks."""
+    head_dim = settings["v_head_dim" if settings.get("multi_latent_attention") else "kv_channels"]
+    return 2 * int(settings.get("num_query_groups") or settings["num_attention_heads"]) * int(head_dim)
 
 
 def elementwise_elements(settings: Mapping[str, Any], moe: bool) -> float:

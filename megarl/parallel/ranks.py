@@ -284,6 +284,17 @@ def use_layout(ranks: Ranks) -> Iterator[None]:
         vars(parallel_state).update(previous)
 
 
+def set_context_groups(groups: ContextGroups) -> None:
+    """Switch Megatron to these context parallel groups, until the end of `use_layout`."""
+    from megatron.core import parallel_state
+
+    vars(parallel_state).update(
+        _CONTEXT_PARALLEL_GROUP=groups.cp,
+        _CONTEXT_PARALLEL_GLOBAL_RANKS=dist.get_process_group_ranks(groups.cp),
+        _TENSOR_AND_CONTEXT_PARALLEL_GROUP=groups.tp_cp,
+    )
+
+
 @contextmanager
 def use_member_groups(members: Sequence[int]) -> Iterator[None]:
     """Make `initialize_model_parallel` create groups of `members` (job ranks, ascending) within the block.

@@ -3,27 +3,31 @@
 import numpy as np
 import pytest
 
-from megarl.data.packing import WIDTH_COST, MicroBatchPlan, plan_micro_batches
+from megarl.data.packing import MicroBatchPlan, plan_micro_batches
 from megarl.parallel.context_parallel import context_sizes
 
 pytestmark = pytest.mark.alone
 
 
+def width_costs(cp: int) -> dict[int, float]:
+    return {size: 0.02 * (size - 1) for size in context_sizes(cp)}
+
+
 def step_cost(plan: MicroBatchPlan, costs: np.ndarray) -> float:
     """Return the cost of the slowest micro-batches, with that of communication."""
     slowest = [max(costs[row[number]].sum() for row in plan) for number in range(len(plan.widths))]
-    factors = [(1 + WIDTH_COST * (width - 1)) / width for width in plan.widths]
+    factors = [(1 + width_costs(width)[width]) / width for width in plan.widths]
     return float(np.dot(slowest, factors))
 
 
 def test_plan_by_hand():
     # With a budget of 10, 31 tokens need four ranks and 18 two, beside which 9 + 8 fit on two. The others fit on one.
-    plan = plan_micro_batches([6, 18, 9, 31, 8, 6, 6, 6], dp=4, token_budget=10, widths=(1, 2, 4))
+    plan = plan_micro_batches([6, 18, 9, 31, 8, 6, 6, 6], dp=4, token_budget=10, widths=width_costs(4))
     assert plan.widths == (4, 2, 1)
     assert plan == [[[3], [1], [0]], [[3], [1], [5]], [[3], [2, 4], [6]], [[3], [2, 4], [7]]]
     assert list(plan.micro_batches()) == [(0, [3]), (0, [1]), (0, [0]), (1, [5]), (2, [2, 4]), (2, [6]), (3, [7])]
     # Three sequences would leave a rank idle, so all ranks compute each.
-    assert plan_micro_batches([8, 8, 8], dp=4, token_budget=10, widths=(1, 2, 4)).widths == (4,)
+    assert plan_micro_batches([8, 8, 8], dp=4, token_budget=10, widths=width_costs(4)).widths == (4,)
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -37,7 +41,7 @@ def test_plan_is_complete_aligned_and_within_budget(seed):
     plan = plan_micro_batches(
         *(lengths, dp * cp, budget, 0.01, multiple, group, homes, minimum),
         is_lockstep=seed % 4 < 2,
-        widths=context_sizes(cp),
+        widths=width_costs(cp),
     )
     assert {len(row) for row in plan} == {len(plan.widths)} and len(plan) == dp * cp
     assert len(plan.widths) % multiple == 0 and len(plan.widths) >= minimum
@@ -62,7 +66,7 @@ def test_plan_is_balanced_and_no_slower_than_with_static_sizes(ranks, number, me
     rng, cp, budget, quadratic = np.random.default_rng(5), 8, 16384, 1 / 30_000
     lengths = np.minimum(131_072, rng.lognormal(np.log(median), 1.0, number).astype(np.int64) + 64)
     costs = lengths + quadratic * lengths**2.0
-    plan = plan_micro_batches(lengths, ranks, budget, quadratic, widths=context_sizes(cp))
+    plan = plan_micro_batches(lengths, ranks, budget, quadratic, widths=width_costs(cp))
     whole = plan_micro_batches(lengths, ranks // cp, budget * cp, quadratic)
     static = MicroBatchPlan((row for row in whole for _ in range(cp)), (cp,) * len(whole[0]))
     assert len(set(plan.widths)) > 1 or lengths.max() <= budget
@@ -73,15 +77,15 @@ def test_plan_is_balanced_and_no_slower_than_with_static_sizes(ranks, number, me
 
 def test_uncommon_widths_raise():
     with pytest.raises(ValueError, match="must divide the next, and the last the 6 ranks"):
-        plan_micro_batches([1], 6, 10, widths=(1, 2, 4))
+        plan_micro_batches([1], 6, 10, widths=width_costs(4))
 
 
 def test_common_tokens_are_computed_once():
     """Four responses of 30 tokens to a prompt of 60 are 180 tokens, or 2 x 120 on two ranks."""
     order = np.arange(4)
     shared = np.where(order > 0, 60, 0)
-    plan = plan_micro_batches([90] * 4, 2, 150, common=(order, shared), widths=(1, 2))
+    plan = plan_micro_batches([90] * 4, 2, 150, common=(order, shared), widths=width_costs(2))
     assert plan.widths == (2,) and plan == [[[0, 1, 2, 3]]] * 2
     # A group of 330 tokens needs three ranks, so four.
-    pair = plan_micro_batches([90, 90, 150], 4, 150, group=[0, 0, 0], widths=(1, 2, 4))
+    pair = plan_micro_batches([90, 90, 150], 4, 150, group=[0, 0, 0], widths=width_costs(4))
     assert pair.widths == (4,) and pair == [[[0, 1, 2]]] * 4

@@ -503,10 +503,9 @@ def with_transformer_engine_flags(set_flags: Any) -> Any:
 
 
 if __name__ == "__main__":
-    from megarl.data import packing
     from megarl.models import norm_counting
 
-    packing.WIDTH_COST = 1.0  # of few sequences, the fastest plan would otherwise have the largest size alone
+    tiny.avoid_wide_micro_batches()
     norm_counting.set_flags = with_transformer_engine_flags(norm_counting.set_flags)
     layout, OPTIONS = parse_layout(sys.argv[1]), sys.argv[1].split(",")
     if "dsa" in OPTIONS:

@@ -24,7 +24,6 @@ torch.set_num_threads(1)
 import tiny  # noqa: E402
 
 from megarl.config import ConfigError  # noqa: E402
-from megarl.data import packing  # noqa: E402
 from megarl.models.activation_memory import working_bytes  # noqa: E402
 from megarl.models.layout_algebra import shard  # noqa: E402
 from megarl.parallel import device  # noqa: E402
@@ -257,7 +256,7 @@ def model_parallel_ranks() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    packing.WIDTH_COST = 1.0  # of few sequences, the fastest plan would otherwise have the largest size alone
+    tiny.avoid_wide_micro_batches()
     RANKS = parallel_ranks.initialize(tiny.config(world=2, **SIZES).parallel, timeout_s=60)
     print("RESULT " + json.dumps(independent_ranks() if LAYOUT == "dp" else model_parallel_ranks()))
     parallel_ranks.shutdown()

@@ -93,6 +93,7 @@ RANK = {size: [step | {"parts": {"give": 1.0}, "busy": 1.0, "sent": 9, "metrics"
 STAND_INS: dict[str, dict[str, Any]] = {
     "reshard": {"run_function": lambda *_, **__: SYNCS},
     "step": {"run_function": lambda *_, **__: {name: [(1.0, 2.0, 0.1)] for name in STEPS}},
+    "context": {},
     "trl": {
         "compare": lambda options: dict.fromkeys(("MegaRL", "TRL"), [{"step": 1.0, "CPU seconds": 1.0}]),
         "read_trl_version": lambda python: "1.16.0",
@@ -118,8 +119,12 @@ STAND_INS: dict[str, dict[str, Any]] = {
     },
 }
 """By command, what stands in for the work of its module."""
-OPTIONS = {"trl": ["--trl", "python"], "observe": ["--blocks", "2", "--steps", "2"]}
-OPTIONS["concurrency"] = ["--conversations", "2"]
+OPTIONS = {
+    "context": ["--ranks", "4", "--cp", "2", "--sequences", "16"],
+    "trl": ["--trl", "python"],
+    "observe": ["--blocks", "2", "--steps", "2"],
+    "concurrency": ["--conversations", "2"],
+}
 OPTIONS["flow"] = ["--ranks", "1", "--against", "HEAD"]
 
 
@@ -150,7 +155,7 @@ def test_reports_machine_load_and_ratios(
     assert lines[-1].startswith(f"load after: {load['after']}; the command took ")
     assert result["command"] == command and result["seconds"] > 0 and result["processor_s"] >= 0
     assert result["rows"] and {row["table"] for row in result["rows"]} <= set(lines)
-    if command != "scale":  # which models, and compares nothing in turn
+    if command not in ("scale", "context"):  # which model, and compare nothing in turn
         cells = [cell for row in result["rows"] for cell in row.values() if isinstance(cell, dict)]
         assert any(cell.keys() == {"median", "low", "high"} for cell in cells)
 
