@@ -38,18 +38,25 @@ from megarl.parallel import ranks as parallel_ranks  # noqa: E402
 BF16 = {"model": {"dtype": "bfloat16"}}
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 LORA = {"lora": {"rank": 4}}
+SHORT = {"train": {"max_tokens_per_gpu": 16}}
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "tied": ("qwen2", "actor", {}),
     "untied": ("llama", "actor", {}),
     "MoE, EP 2": ("qwen3_moe", "actor", {"ep": 2}),
     "bf16": ("llama", "actor", BF16),  # without experts, which a rounding may change
     "MoE, CP 2, recompute": ("qwen3_moe", "actor", {"cp": 2, "model": {"megatron": RECOMPUTE}}),
+    "MoE, CP 2, dynamic": ("qwen3_moe", "actor", {"cp": 2, "dynamic_cp": 1} | SHORT),
     "MLA, EP 2": ("deepseek_v3", "actor", {"ep": 2}),
     "critic": ("qwen3_moe", "critic", {}),
     "PP 2": ("qwen3_moe", "actor", {"pp": 2}),
     "LoRA, tied, PP 2": ("qwen2", "actor", LORA | {"pp": 2}),
     "LoRA, MoE, EP 2": ("qwen3_moe", "actor", LORA | {"ep": 2}),
     "LoRA, bf16": ("llama", "actor", LORA | BF16),
+    "LoRA, critic, CP 2, dynamic, recompute": (
+        "qwen3_moe",
+        "critic",
+        LORA | SHORT | {"cp": 2, "dynamic_cp": 1, "model": {"megatron": RECOMPUTE}},
+    ),
     "LoRA, critic, CP 2, recompute": ("qwen3_moe", "critic", LORA | {"cp": 2, "model": {"megatron": RECOMPUTE}}),
     "LoRA, TP 2, DP 2, EP 2": ("qwen3_moe", "actor", LORA | {"tp": 2, "ep": 2}),
     "vision": ("qwen2_5_vl", "actor", {"train": {"ddp": {"suggested_communication_unit_size": 1}}}),  # no prefetching
@@ -151,6 +158,8 @@ def check(name: str, folder: Path) -> dict[str, Any]:
         ranks = parallel_ranks.create_layout(config.parallel)
         model = MegatronModel(tiny.HF[family], config, ranks, role, total_updates=9)  # type: ignore[arg-type]
         model.load_shards(lambda param, parts, part: shard(param, weights, parts, part))
+        if "dynamic" in name:
+            assert len(set(model.dispatcher.plan(batch, forward_only=False).widths)) > 1
         return model
 
     plain, model = build(False), build(True)
@@ -258,6 +267,7 @@ if __name__ == "__main__" and sys.argv[1] == "beside":
     parallel_ranks.shutdown()
 elif __name__ == "__main__":
     parallel_ranks.initialize(tiny.config(world=int(os.environ["WORLD_SIZE"])).parallel, timeout_s=120)
+    tiny.avoid_wide_micro_batches()
     names = sys.argv[2].split(";") if len(sys.argv) > 2 else list(CASES)
     print("RESULT " + json.dumps({name: check(name, Path(sys.argv[1])) for name in names}))
     parallel_ranks.shutdown()

@@ -10,8 +10,20 @@ import pytest
 
 CASES = ("untied", "MoE, EP 2", "LoRA, MoE, EP 2")
 MORE_CASES = (
-    *("tied", "bf16", "MoE, CP 2, recompute", "MLA, EP 2", "critic", "TP 2", "PP 2", "vision", "MTP"),
+    *(
+        "tied",
+        "bf16",
+        "MoE, CP 2, recompute",
+        "MoE, CP 2, dynamic",
+        "MLA, EP 2",
+        "critic",
+        "TP 2",
+        "PP 2",
+        "vision",
+        "MTP",
+    ),
     *("LoRA, tied, PP 2", "LoRA, bf16", "LoRA, critic, CP 2, recompute"),
+    "LoRA, critic, CP 2, dynamic, recompute",
 )
 OF_FOUR_RANKS = ("TP 2, DP 2, EP 2", "PP 2, DP 2", "LoRA, TP 2, DP 2, EP 2")
 
