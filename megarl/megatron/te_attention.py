@@ -1,4 +1,5 @@
-"""Transformer Engine's attention where sequences of a micro-batch have keys in common (`data/shared_prefixes.py`)."""
+"""Transformer Engine's attention where sequences of a micro-batch have keys in common (`data/shared_prefixes.py`), or
+where micro-batches have different context parallel sizes (`parallel.dynamic_cp`)."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ _LAST_QUERIES_CAUSAL = SimpleNamespace(name="padding_causal_bottom_right")
 class SharedPrefixAttention(TEDotProductAttention):  # type: ignore[misc]
     """Gathers the keys and values that each sequence sees, and attends with fewer queries than keys.
 
-    With context parallelism every rank gathers all keys and values, and Transformer Engine's own is off.
+    With context parallelism every rank then gathers all keys and values, and Transformer Engine's own is off. Where
+    nothing is in common, Transformer Engine's has the group of the micro-batch.
     """
 
     def forward(
@@ -38,8 +40,8 @@ class SharedPrefixAttention(TEDotProductAttention):  # type: ignore[misc]
         cp, is_context_parallel = group.size(), self.config.context_parallel_size > 1
         if shared is None:
             if is_context_parallel and packed_seq_params is not None:  # the last micro-batch may have had another group
-                own = {"cp_group": group} if cp > 1 else {"local_cp_size": 1}
-                packed_seq_params = replace(packed_seq_params, **own)
+                groups = {"cp_group": group} if cp > 1 else {"local_cp_size": 1}
+                packed_seq_params = replace(packed_seq_params, **groups)
         else:
             if cp > 1:
                 places = zigzag(packed_seq_params.cu_seqlens_q, cp)
