@@ -16,13 +16,22 @@ from typing import Any, Literal
 import torch
 
 from megarl.checkpoint import disk_space
-from megarl.checkpoint.manifest import Entry, host_state, list_checkpoints
+from megarl.checkpoint.manifest import Entry, host_state, list_checkpoints, step_of
+from megarl.checkpoint.memory_store import MemoryStore
 from megarl.checkpoint.provenance import code_revision, config_hash
 from megarl.checkpoint.store import CheckpointStore, RankWrite, StorageError
 from megarl.config import ConfigError
 from megarl.controllers.controller import Flow
 from megarl.launch import exit_status
-from megarl.megatron.dist_checkpoint import WRITERS, SaveSlot, StagedCheckpoint, async_copy_bytes, restore_model
+from megarl.megatron.dist_checkpoint import (
+    WRITERS,
+    SaveSlot,
+    StagedCheckpoint,
+    async_copy_bytes,
+    fetch_before_reading,
+    restore_model,
+)
+from megarl.models.host_memory import count_memory_copies
 from megarl.observe.clock import WAIT
 from megarl.observe.control import Control
 from megarl.observe.run_folder import describe_fresh_start
@@ -55,8 +64,11 @@ class Checkpointer:
         self.save_error: StorageError | None = None
         """Why the latest due checkpoint could not be written; None if it was, or is still being written."""
         self._slots: dict[str, SaveSlot] = {}
-        """Plans of saves, and host copies that are written while training continues, by role."""
+        self._memory_slots: dict[str, SaveSlot] = {}
+        """Plans of saves to disk and into memory, and host copies written while training continues, by role."""
         self.store = self._open_store()
+        self.memory = self._open_memory()
+        """Checkpoints in the nodes' memory (`run.memory_save_every`), if there are any."""
 
     def trained_models(self) -> dict[str, Any]:
         """Return the models that a checkpoint holds, by role, as far as they are on this rank."""
@@ -74,16 +86,29 @@ class Checkpointer:
         }
 
     def check_copies(self) -> None:
-        """Warn of machines that lack memory for the copies of asynchronous saves, once models are loaded."""
-        if not (self.config.run.save_every and self.config.run.save_async):
+        """Warn of machines that lack memory for the copies of saves, once models are loaded."""
+        run = self.config.run
+        num_in_memory = count_memory_copies(self.config)
+        if not (run.save_every and (run.save_async or num_in_memory)):
             return
         local_bytes = sum(async_copy_bytes(model) for model in self.trained_models().values())
         if self.config.kl.refresh_reference_every:
             local_bytes += sum(reference.nbytes for reference in self._references.values())
-        for line in disk_space.check_copy_memory(
-            ranks.all_gather_objects((socket.gethostname(), local_bytes, disk_space.free_memory()))
-        ):
+        needed = (run.save_async + num_in_memory) * local_bytes
+        lines = disk_space.check_copy_memory(
+            ranks.all_gather_objects((socket.gethostname(), needed, disk_space.free_memory())),
+            "run.memory_save_every=0 or run.save_async=false" if num_in_memory else "run.save_async=false",
+        )
+        if self.memory is not None:
+            lines += self.memory.check_space(local_bytes)
+        for line in lines:
             self.log.log(f"warning: {line}")
+
+    def close(self) -> None:
+        """Stop writing, of a run that may end with an error. Not collective."""
+        self.store.cancel()
+        if self.memory is not None:
+            self.memory.cancel()
 
     def save_if_due(self, step: int) -> bool:
         """Complete a checkpoint that all ranks have written, and begin another if one is due. Returns whether the run
@@ -91,20 +116,58 @@ class Checkpointer:
         run = self.config.run
         skipped = [worker.first_skipped_step for worker in self.workers.values() if isinstance(worker, TrainingWorker)]
         first_skipped = min((number for number in skipped if number is not None), default=None)
-        states = ranks.all_gather_objects((exit_status.is_stop_requested(), self.store.is_written(), first_skipped))
+        memory = self.memory
+        is_in_memory = memory is None or memory.is_written()
+        states = ranks.all_gather_objects(
+            (exit_status.is_stop_requested(), self.store.is_written(), is_in_memory, first_skipped)
+        )
         is_last = step == self.flow.last_step
-        stop = any(is_asked for is_asked, _, _ in states) and not is_last
-        self.store.keep_before_step = min((number for _, _, number in states if number is not None), default=None)
+        stop = any(is_asked for is_asked, *_ in states) and not is_last
+        self.store.keep_before_step = min((number for *_, number in states if number is not None), default=None)
         is_due = stop or bool(run.save_every and (is_last or step % run.save_every == 0))
-        if self.store.pending_step is not None and (is_due or all(is_written for _, is_written, _ in states)):
+        if self.store.pending_step is not None and (is_due or all(is_written for _, is_written, *_ in states)):
             self._finish_save()  # memory allows only one at a time
+        if memory is not None:
+            self._save_in_memory(memory, step, not is_due, all(is_written for *_, is_written, _ in states))
         if is_due:
             in_background = run.save_async and not (stop or is_last)
             self.save_error = self._save(step, in_background, raise_on_error=stop)
+            if memory is not None and self.save_error is None and (stop or is_last):
+                memory.clear()
+                self.memory = None
         return stop
+
+    def _save_in_memory(self, memory: MemoryStore, step: int, may_begin: bool, is_written: bool) -> None:
+        """Complete the pending checkpoint in memory if all ranks have written theirs, and begin one if it is due."""
+        is_due, in_background = may_begin and step % self.config.run.memory_save_every == 0, self.config.run.save_async
+        if memory.pending_step is not None and (is_due or is_written):
+            self._try(memory.pending_step, memory.finish, raise_on_error=False)
+        if not is_due:
+            return
+        host, stage = self._capture(step, self._memory_slots, in_background)
+
+        def stage_on_node(folder: Path) -> RankWrite:
+            for role in (*self.trained_models(), *self._references):  # as rank 0 does on a disk that all share
+                (folder / role).mkdir(exist_ok=True)
+            return stage(folder)
+
+        def save() -> None:
+            memory.begin(step, host, stage_on_node, self.needs.checkpoint)
+            if not in_background:
+                memory.finish()
+
+        self._try(step, save, raise_on_error=False)
 
     def _save(self, step: int, in_background: bool, raise_on_error: bool) -> StorageError | None:
         """Write a checkpoint. If writing fails, raise if `raise_on_error`, else raise an alarm and return the error."""
+        host, stage = self._capture(step, self._slots, in_background)
+        error = self._try(step, lambda: self.store.begin(step, host, stage, self.needs.checkpoint), raise_on_error)
+        return error if error is not None or in_background else self._finish_save(raise_on_error)
+
+    def _capture(
+        self, step: int, slots: dict[str, SaveSlot], in_background: bool
+    ) -> tuple[dict[str, Any], Callable[[Path], RankWrite]]:
+        """Return the state of the loop, and a function that captures that of models, workers and controller."""
         assert self.control is not None
         host = {"step": step, "loader": self.loader.state_dict(), "controller": self.controller.state_dict()}
         host |= {"guards": self.log.guards.state_dict(), "control": self.control.state_dict()}
@@ -115,13 +178,13 @@ class Checkpointer:
             for role, reference in self._references.items():
                 if not reference.version or reference.saved_model is None:
                     continue
-                slot = self._slots.setdefault(role, SaveSlot())
+                slot = slots.setdefault(role, SaveSlot())
                 # Copied even for a synchronous save: these weights are in the model only for a moment. They are staged
                 # before trained models, whose copies would else have to be complete before the weights are swapped.
                 with reference.use_reference_weights():
                     models.append(StagedCheckpoint(reference.saved_model, folder / role, slot, "now", True))
             for role, model in self.trained_models().items():
-                slot = self._slots.setdefault(role, SaveSlot())
+                slot = slots.setdefault(role, SaveSlot())
                 copies: Literal["none", "later"] = "later" if in_background else "none"
                 models.append(StagedCheckpoint(model, folder / role, slot, copies, waiting=self._time_wait))
             other_writes = [*(worker.save() for worker in self.workers.values()), self.controller.save()]
@@ -147,8 +210,7 @@ class Checkpointer:
 
             return RankWrite(write, finish)
 
-        error = self._try(step, lambda: self.store.begin(step, host, stage, self.needs.checkpoint), raise_on_error)
-        return error if error is not None or in_background else self._finish_save(raise_on_error)
+        return host, stage
 
     def _time_wait(self) -> AbstractContextManager[None]:
         """Measure how long a change of a model waits for the copy of its state, as `time/save_wait`."""
@@ -237,12 +299,25 @@ class Checkpointer:
         store.remove_unfinished()
         return store
 
+    def _open_memory(self) -> MemoryStore | None:
+        run, store = self.config.run, self.store
+        if not run.memory_save_every:
+            return None
+        memory = MemoryStore(
+            self.log.run_dir, Path(run.memory_dir), run.storage_timeout_s, store.layout, self.log.log, store.provenance
+        )
+        if len(memory.nodes) == 1:
+            self.log.log("checkpoints in memory are on this node alone: they are lost if the node is")
+        return memory
+
     def find_checkpoint(self) -> Path | None:
         """Return the checkpoint to resume from, before anything is loaded; logs and records continue after its step."""
         run = self.config.run
         if not run.resumes:
+            if self.memory is not None:
+                self.memory.keep_only(None)
             return None
-        folder = self.store.find_newest()
+        folder = self._find_newest()
         step = self.store.read_step(folder) if folder else 0
         if step > run.num_rollout:
             raise ConfigError(
@@ -259,6 +334,15 @@ class Checkpointer:
         if folder is None:
             self.log.log(describe_fresh_start(self.log.run_dir))
         return folder
+
+    def _find_newest(self) -> Path | None:
+        """Return the newest checkpoint, on disk or on this node's part of memory."""
+        if self.memory is None:
+            return self.store.find_newest()
+        in_memory = self.memory.find_newest()
+        on_disk = self.store.find_newest(after=step_of(in_memory) - 1 if in_memory is not None else None)
+        self.memory.keep_only(in_memory if on_disk is None else None)
+        return on_disk or in_memory
 
     def resume(self, folder: Path) -> int:
         """Restore a checkpoint and return its step. Raises ConfigError for one that is not of this program."""
@@ -280,10 +364,11 @@ class Checkpointer:
                 f"to continue from an older checkpoint"
             ) from None
 
-        self._restore_models(folder)
-        for role, reference in self._references.items():
-            load = partial(restore_model, folder=folder / role, is_reference=True)
-            ranks.run_on_all(partial(reference.restore_version, reference_versions[role], load))
+        with fetch_before_reading(self.memory.fetch) if self.memory is not None else contextlib.nullcontext():
+            self._restore_models(folder)
+            for role, reference in self._references.items():
+                load = partial(restore_model, folder=folder / role, is_reference=True)
+                ranks.run_on_all(partial(reference.restore_version, reference_versions[role], load))
         for worker in self.workers.values():
             worker.restore(folder)
         self.controller.restore(folder, row_exchange.WorldComm())

@@ -388,7 +388,7 @@ class HybridFlow:
         finally:
             gc.unfreeze()  # libraries report objects that are still frozen at exit as leaks
             if self.checkpointer is not None:
-                self.checkpointer.store.cancel()  # stops writer threads
+                self.checkpointer.close()  # stops writer threads
             for worker in reversed(self.workers.values()):
                 worker.close()
             if self.watchdog is not None:

@@ -127,17 +127,17 @@ def free_memory() -> int:
     return available if limit == "max" else min(available, int(limit) - int(used))
 
 
-def check_copy_memory(needed: Sequence[tuple[str, int, int]]) -> list[str]:
-    """Return a line for each machine whose memory cannot hold the copies of asynchronous saves. needed: for each rank
-    its machine's name, the bytes of its copy, and the free bytes of the machine."""
+def check_copy_memory(needed: Sequence[tuple[str, int, int]], keys: str = "run.save_async=false") -> list[str]:
+    """Return a line for each machine whose memory cannot hold the copies of saves, which these keys avoid. needed: for
+    each rank its machine's name, the bytes of its copies, and the free bytes of the machine."""
     lines = []
     for machine in dict.fromkeys(name for name, _, _ in needed):
         total = sum(copy_bytes for name, copy_bytes, _ in needed if name == machine)
         available = min(free for name, _, free in needed if name == machine)
         if total > available:
             lines.append(
-                f"an asynchronous save copies up to {format_bytes(total)} on {machine}, where "
-                f"{format_bytes(available)} of memory are free: set run.save_async=false"
+                f"a save copies up to {format_bytes(total)} on {machine}, where {format_bytes(available)} of memory "
+                f"are free: set {keys}"
             )
     return lines
 

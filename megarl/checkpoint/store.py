@@ -230,10 +230,11 @@ class CheckpointStore:
         except OSError as error:
             raise ConfigError(f"cannot remove half a checkpoint from {self.folder}: {error}") from None
 
-    def find_newest(self, before: int | None = None) -> Path | None:
+    def find_newest(self, before: int | None = None, after: int | None = None) -> Path | None:
         """Return the newest complete and valid checkpoint (before step `before`), or None; log and skip invalid ones.
 
-        Raises ConfigError if there are checkpoints but none is valid, unless `before` is given.
+        after: return only one of a later step. Raises ConfigError if there are checkpoints but none is valid, unless
+        `before` or `after` is given.
         """
         faults = []
         with ranks.with_timeout(self.storage_timeout_s):
@@ -244,13 +245,15 @@ class CheckpointStore:
             for folder in reversed(steps or ()):
                 if before is not None and manifest.step_of(folder) >= before:
                     continue
+                if after is not None and manifest.step_of(folder) <= after:
+                    break
                 try:
                     _verify(folder)
                     return folder
                 except ConfigError as fault:
                     faults.append(f"{folder.name}: {fault}")
                     self._log(f"skipping checkpoint {folder}: {fault}")
-        if faults and before is None:
+        if faults and before is None and after is None:
             raise ConfigError(
                 f"none of the checkpoints in {self.folder} is complete ({'; '.join(faults)}): copy one there, "
                 "or set run.dir to another folder to start at step 1"

@@ -73,6 +73,12 @@ class RunConfig:
     waits for the copy, and a save waits for the previous one. From the first save on the copy takes host memory, on
     each rank the size of its part of a checkpoint; turn this off if the host cannot hold it. The run always waits for
     its last checkpoint, and for that of a requested stop."""
+    memory_save_every: NonNegativeInt = 0
+    """Steps between checkpoints in the memory of the nodes, in addition to those on disk (`save_every`); 0 disables
+    them. They take seconds where the disk takes minutes. Each rank's part is also on another node, so a restart
+    continues from the newest one even if a node has been lost. Memory holds up to two of them."""
+    memory_dir: PathStr = "/dev/shm"
+    """Folder for them on each node, in memory or on a disk of its own; each run has a folder in it."""
     keep_checkpoints: PositiveInt = 2
     """Number of checkpoints to keep on disk."""
     eval_every: NonNegativeInt = 0

@@ -629,5 +629,9 @@ def check_data(config: Config, declared: Requirements, dry_run: bool, warnings: 
         )
     if run.eval_every and not data.eval:
         raise ConfigError(f"{run.eval_every=} needs data.eval; name a file of held-out {declared.item}")
+    if run.memory_save_every and run.memory_save_every >= run.save_every:
+        raise ConfigError(
+            f"{run.memory_save_every=} needs checkpoints on disk less often: set run.save_every to more steps than that"
+        )
     if run.resumes and not run.save_every and not (Path(run.dir) / "checkpoints").is_dir():
         warnings.append(f"{run.resume=!s} but run.save_every=0: there will be no checkpoint to resume from")

@@ -32,7 +32,7 @@ from megarl.dry_run.model_folders import ServedModels
 from megarl.engine.engine_backends import engine_backend, plan_from_config
 from megarl.environments.catalog import load_catalog
 from megarl.models.family import HFConfig
-from megarl.models.host_memory import PENDING_CHECKPOINT, BatchSize, step_bytes
+from megarl.models.host_memory import MEMORY_CHECKPOINTS, PENDING_CHECKPOINT, BatchSize, step_bytes
 from megarl.models.lora_tables import adapter_params
 from megarl.models.memory import StageMemory, unique_params
 from megarl.models.pipeline_stages import stage_layers
@@ -157,7 +157,9 @@ WIRE_FORMATS = {
     "int4": "INT4 with a scale per 32 (routed experts), the rest as bfloat16",
 }
 ESTIMATE_PREFIXES = dict.fromkeys(("activations", "engine KV cache", "reward model activations"), "about ")
-ESTIMATE_PREFIXES |= dict.fromkeys(("micro-batches", "reshard staging", PENDING_CHECKPOINT), "at most ")
+ESTIMATE_PREFIXES |= dict.fromkeys(
+    ("micro-batches", "reshard staging", PENDING_CHECKPOINT, MEMORY_CHECKPOINTS), "at most "
+)
 GPU_SIZES = (16, 24, 40, 48, 80, 96, 141, 192, 288)  # GB, commercially available
 
 

@@ -18,6 +18,8 @@ from megarl.launch.exit_status import REPEATED_FAULT_EXIT_CODE, RunOutcome
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 2.0, 300.0
 """Seconds before the first restart, and the maximum; each wait is four times the previous one."""
+MEMORY_RECORD = "in_memory.json"
+"""File in a run's checkpoints that names the newest step in the nodes' memory, see `checkpoint/memory_store.py`."""
 _STEP = re.compile(r"step_(\d{6,})")
 _TAIL = 1 << 16
 
@@ -81,7 +83,8 @@ class RestartTracker:
         if not may_recover or policy is None or not policy.save_every or not policy.max_restarts:
             return RestartDecision(False, outcome.status, outcome.text)
         folder = Path(policy.run_dir)
-        newest, step = find_newest_step(folder), read_last_step(folder) + 1
+        on_disk, in_memory = find_newest_step(folder), read_memory_step(folder)
+        newest, step = max(on_disk, in_memory), read_last_step(folder) + 1
         # Without numbers and log path, the error is equal on another rank.
         last_line = outcome.text.rpartition("\n")[2].partition("; the full traceback")[0]
         fault = (re.sub(r"\d+", "#", last_line), step) if outcome.kind == "fault" else None
@@ -106,6 +109,7 @@ class RestartTracker:
         self._count += 1
         self._total += 1
         start = f"checkpoint step_{newest:06d}" if newest else "the beginning, since there is no checkpoint yet"
+        start += " in memory" if in_memory > on_disk else ""
         reason = (
             f"restarting in {wait_s:g} s from {start} (restart {self._total} of this run, {self._count} of "
             f"{policy.max_restarts} without a new checkpoint)"
@@ -126,6 +130,16 @@ def find_newest_step(run_dir: Path) -> int:
     with contextlib.suppress(OSError):
         matches = [_STEP.fullmatch(path.name) for path in (run_dir / "checkpoints").iterdir()]
     return max((int(match[1]) for match in matches if match), default=0)
+
+
+def read_memory_step(run_dir: Path) -> int:
+    """Return the step of the newest checkpoint in the nodes' memory, 0 if there is none.
+
+    Whether it is complete without the nodes that are lost is determined when it is loaded.
+    """
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        return int(json.loads((run_dir / "checkpoints" / MEMORY_RECORD).read_text(encoding="utf-8"))["step"])
+    return 0
 
 
 def read_last_step(run_dir: Path) -> int:

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import (
     CURRENT_DCP_VERSION,
     DEFAULT_SUFFIX,
+    FileSystemReader,
     SerializationFormat,
     _write_item,
 )
@@ -292,6 +293,23 @@ def restore_model(model: MegatronModel, folder: Path, is_reference: bool = False
             model.load_reference(state)
         else:
             model.load_state_dict(state)
+
+
+@contextmanager
+def fetch_before_reading(fetch: Callable[[Path], None]) -> Iterator[None]:
+    """Call `fetch` with the path of each file of a checkpoint before it is read within the block, to provide it."""
+    read_data = FileSystemReader.read_data
+
+    def wrapper(self: Any, plan: Any, planner: Any) -> Any:
+        for name in dict.fromkeys(self.storage_data[item.storage_index].relative_path for item in plan.items):
+            fetch(Path(self.path, name))
+        return read_data(self, plan, planner)
+
+    FileSystemReader.read_data = wrapper  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        FileSystemReader.read_data = read_data  # type: ignore[method-assign]
 
 
 # --- patches of Megatron-Core ----------------------------------------------------------------------------------------

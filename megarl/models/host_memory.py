@@ -27,6 +27,7 @@ MASK_PICK_BYTES = 2 * INDEX_BYTES  # per sampling-mask id that a micro-batch gat
 GAE_ELEMENTS = 1 << 24  # that `algorithms.advantages.gae` processes at a time, see `MAX_BLOCK_STEPS` there
 TENSOR_VIEW_BYTES = 512  # of the tensor object for a row of them
 PENDING_CHECKPOINT = "checkpoint under way"
+MEMORY_CHECKPOINTS = "checkpoints in memory"
 OFFLOADED_STATES = "optimizer, offloaded"
 RECORD_CHUNK_TOKENS = 1 << 20  # tokens of records that a rank writes at a time, see `observe.rollout_log`
 RECORD_BYTES = 3 * (TOKEN_BYTES + 2 * FLOAT_BYTES)
@@ -72,20 +73,32 @@ def step_bytes(
     return {name: ceil(amount) for name, amount in largest.items()}
 
 
-def checkpoint_copy(config: Config, states: Mapping[str, int], trained: Iterable[str]) -> dict[str, int]:
-    """Return an upper bound on the bytes of a rank's copy of its models for `run.save_async`.
+def checkpoint_copies(config: Config, states: Mapping[str, int], trained: Iterable[str]) -> dict[str, int]:
+    """Return an upper bound on the bytes of a rank's copies of its models, by part.
 
     states: bytes of the trained roles' weights and optimizers, on the device and on the host.
     """
-    names = [role.replace("_", " ") for role in trained]
-    if not (config.run.save_every and config.run.save_async and names):
+    names, run = [role.replace("_", " ") for role in trained], config.run
+    if not (run.save_every and names):
         return {}
     weights, optimizer = (sum(states.get(f"{name} {part}", 0) for name in names) for part in ("weights", "optimizer"))
     # In fp32, weights on the device are their own masters, and are saved as both.
     optimizer = optimizer * 3 // 2 if config.model.dtype == "float32" else optimizer
-    return {
-        PENDING_CHECKPOINT: weights + optimizer + sum(states.get(f"{name} {OFFLOADED_STATES}", 0) for name in names)
-    }
+    copied = weights + optimizer + sum(states.get(f"{name} {OFFLOADED_STATES}", 0) for name in names)
+    num_copies = {PENDING_CHECKPOINT: int(run.save_async), MEMORY_CHECKPOINTS: count_memory_copies(config)}
+    return {name: count * copied for name, count in num_copies.items() if count}
+
+
+def count_memory_copies(config: Config) -> int:
+    """Return how many copies of a rank's models `run.memory_save_every` needs.
+
+    These are the files of two checkpoints, each of this rank and of one on another machine, and the copy that is being
+    written into the second.
+    """
+    if not config.run.memory_save_every:
+        return 0
+    num_holders = min(2, config.parallel.world_size // _ranks_per_machine(config))
+    return 2 * num_holders + config.run.save_async
 
 
 def recording_bytes(config: Config, batch: BatchSize, routing: RoutingShape | None = None) -> float:

@@ -25,7 +25,13 @@ from megarl.models.activation_memory import DTYPE_BYTES, layer_elements, logits_
 from megarl.models.deepseek_sparse import indexer_types, is_indexer
 from megarl.models.family import HFConfig
 from megarl.models.fp8 import BLOCK, is_fp8, is_quantised
-from megarl.models.host_memory import OFFLOADED_STATES, PENDING_CHECKPOINT, checkpoint_copy
+from megarl.models.host_memory import (
+    MEMORY_CHECKPOINTS,
+    OFFLOADED_STATES,
+    PENDING_CHECKPOINT,
+    checkpoint_copies,
+    count_memory_copies,
+)
 from megarl.models.layout_algebra import (
     BEFORE_DECODER,
     TOWER,
@@ -238,7 +244,7 @@ def plan_memory(
                 gathered[role] = largest.gathered_weights
                 training["gathered layers"] = max(training.get("gathered layers", 0), largest.gathered)
         generation = dict(engine)
-        host = offloaded_states | checkpoint_copy(config, {**states, **offloaded_states}, trained)
+        host = offloaded_states | checkpoint_copies(config, {**states, **offloaded_states}, trained)
         for role in (role for role in inference if role in local_roles):
             numbers = set(local_stages[role][in_stage].tolist()) - {_ELSEWHERE}
             if not numbers:
@@ -266,6 +272,8 @@ def plan_memory(
                 host[f"{reference.replace('_', ' ')} weights"] = copies[reference]
         if is_refreshed and config.run.save_every and any(copies.values()):  # staged, even without `run.save_async`
             host[PENDING_CHECKPOINT] = host.get(PENDING_CHECKPOINT, 0) + sum(copies.values())
+            if num_copies := count_memory_copies(config):
+                host[MEMORY_CHECKPOINTS] += num_copies * sum(copies.values())
         syncs: dict[str, dict[str, int]] = {}
         for role in requirements.trained_roles if requirements.has_rollout else ():
             base, policy = split_role(role)

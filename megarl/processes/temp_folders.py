@@ -40,7 +40,7 @@ class TempFolder:
         parent = parent if len(parent) < _MAX_PATH_CHARS else "/tmp"
         with contextlib.suppress(OSError), os.scandir(parent) as entries:
             for path in [entry.path for entry in entries if entry.name.startswith(prefix)]:
-                if _is_stale(path):
+                if is_stale(path, _MIN_AGE_S):
                     clear(path)
         self.path = tempfile.mkdtemp(prefix=prefix, dir=parent)
         self.lock = os.open(self.path, _FOLDER)
@@ -60,8 +60,8 @@ class TempFolder:
         self.close()
 
 
-def _is_stale(path: str) -> bool:
-    """Return whether a folder is this user's and no process has locked it."""
+def is_stale(path: str, min_age_s: float) -> bool:
+    """Return whether a folder is this user's, unchanged for `min_age_s` seconds, and no process has locked it."""
     try:
         folder = os.open(path, _FOLDER)
     except OSError:
@@ -69,7 +69,7 @@ def _is_stale(path: str) -> bool:
     try:
         info = os.fstat(folder)
         is_private = info.st_uid == os.geteuid() and stat.S_IMODE(info.st_mode) == 0o700
-        if not is_private or time.time() - info.st_ctime < _MIN_AGE_S:
+        if not is_private or time.time() - info.st_ctime < min_age_s:
             return False
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True

@@ -57,6 +57,21 @@ def test_restarts_a_limited_number_of_times_with_backoff(tmp_path: Path) -> None
     assert decisions[3].status == 137 and "has restarted 3 times without a new checkpoint" in decisions[3].text
 
 
+def test_a_checkpoint_in_memory_counts(tmp_path: Path) -> None:
+    """If it is newer than those on disk; a damaged record does not."""
+    restarts, rules = RestartTracker(), RestartPolicy(str(tmp_path), 50, 1)
+    write_checkpoint(tmp_path, 20)
+    record = tmp_path / "checkpoints" / "in_memory.json"
+    for step in (24, 26):
+        record.write_text(json.dumps({"id": "0123456789abcdef", "step": step}))
+        decision = restarts.decide(KILLED, rules)
+        assert decision.should_restart and f"from checkpoint step_0000{step} in memory (restart" in decision.text
+    assert not restarts.decide(KILLED, rules).should_restart
+    for text in (json.dumps({"id": "", "step": 10}), "[]", "{"):
+        record.write_text(text)
+        assert "from checkpoint step_000020 (restart 1" in RestartTracker().decide(KILLED, rules).text
+
+
 def test_a_new_checkpoint_resets_the_count(tmp_path: Path) -> None:
     restarts, rules = RestartTracker(), RestartPolicy(str(tmp_path), 1, 2)
     decisions = []

@@ -524,6 +524,10 @@ def test_async_save_keeps_a_copy_on_host() -> None:
         assert stage.host == {"checkpoint under way": (size + 12) * count}
         (stage,) = plan_stages(QWEN2, make_config(**tree, run={"save_every": 5, "save_async": False}))
         assert stage.host == {}
+        for parallel, count_in_memory in (({"world_size": 2}, 2 + 1), ({"world_size": 2, "ranks_per_node": 1}, 4 + 1)):
+            run = {"save_every": 5, "memory_save_every": 1}
+            plan = plan_stages(QWEN2, make_config(**tree, parallel=parallel, run=run))[0].host
+            assert plan["checkpoints in memory"] == count_in_memory * plan["checkpoint under way"] > 0
     (first, _) = plan_stages(QWEN2, make_config(parallel={"world_size": 4, "pp": 2}, run={"save_every": 5}), QWEN2)
     expected = sum(first.states[f"{role} {kind}"] for role in ("actor", "critic") for kind in ("weights", "optimizer"))
     assert first.host["checkpoint under way"] == expected

@@ -1,0 +1,122 @@
+"""Run the whole program once on two ranks as if each were a node, and kill both at some moment of a save into memory.
+
+argv: an event (a name in `EVENTS`, or empty), the folder for the nodes' memory, then the arguments of `megarl.train`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ranks_async_save
+from ranks_async_save import LAST, RANK, die
+
+from megarl.checkpoint import manifest, memory_store, node_transfer
+from megarl.checkpoint.memory_store import MemoryStore
+from megarl.megatron.trainer_model import MegatronModel
+
+
+def kill_in_step(number: int) -> None:
+    """Kill both nodes in a step, counted from the start of the program."""
+    train_step, steps = MegatronModel.train_step, [0]
+
+    def training(self: Any, *arguments: Any) -> Any:
+        steps[0] += 1
+        if steps[0] == number:
+            die()
+        return train_step(self, *arguments)
+
+    MegatronModel.train_step = training  # type: ignore[method-assign]
+
+
+def kill_in_step_1() -> None:
+    kill_in_step(1)
+
+
+def kill_in_step_4() -> None:
+    kill_in_step(4)
+
+
+def kill_in_step_5() -> None:
+    kill_in_step(5)
+
+
+def kill_while_writing() -> None:
+    write = manifest.HashingFile.write
+
+    def writing(self: manifest.HashingFile, data: Any) -> int:
+        if RANK == LAST and "step_000002.tmp/actor/__" in self._file.name:
+            die()
+        return write(self, data)
+
+    manifest.HashingFile.write = writing  # type: ignore[method-assign]
+
+
+def kill_while_sending() -> None:
+    receive, count = node_transfer._receive_file, [0]
+
+    def receiving(connection: Any, path: Path, entry: manifest.Entry) -> None:
+        if RANK == LAST and "step_000002.tmp" in str(path):
+            count[0] += 1
+            if count[0] == 2:
+                die()
+        receive(connection, path, entry)
+
+    node_transfer._receive_file = receiving
+
+
+def kill_before_commit() -> None:
+    """Kill one node when the other may have renamed its part."""
+    commit = MemoryStore._commit
+
+    def committing(self: MemoryStore, partial: Path, final: Path) -> None:
+        if RANK == LAST and final.name == "step_000002":
+            die()
+        commit(self, partial, final)
+
+    MemoryStore._commit = committing  # type: ignore[method-assign]
+
+
+def kill_after_commit() -> None:
+    end = MemoryStore._end_save
+
+    def ending(self: MemoryStore, final: Path) -> None:
+        if RANK == LAST and final.name == "step_000002":
+            die()
+        end(self, final)
+
+    MemoryStore._end_save = ending  # type: ignore[method-assign]
+
+
+def kill_while_loading() -> None:
+    fetch = memory_store.fetch_file
+
+    def fetching(*arguments: Any) -> None:
+        fetch(*arguments)
+        die()
+
+    memory_store.fetch_file = fetching
+
+
+EVENTS: dict[str, Callable[[], None]] = {
+    event.__name__: event
+    for event in (
+        kill_in_step_1,
+        kill_in_step_4,
+        kill_in_step_5,
+        kill_while_writing,
+        kill_while_sending,
+        kill_before_commit,
+        kill_after_commit,
+        kill_while_loading,
+    )
+}
+
+if __name__ == "__main__":
+    name, memory, *rest = sys.argv[1:]
+    os.environ["NODE_MEMORY"] = f"{memory}/node_{RANK}"
+    ranks_async_save.EVENTS |= EVENTS
+    ranks_async_save.main(name, *rest)

@@ -1,0 +1,138 @@
+"""Full runs that restart from the memory of another node: SFT of a tiny MoE on two ranks, each a node of its own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).resolve().parents[2]
+RunTraining = Callable[..., list[dict[str, Any]]]
+CONFIG = """
+algorithm: sft
+run: {num_rollout: 5, save_every: 100, memory_save_every: 1, memory_dir: $NODE_MEMORY}
+model: {dtype: bfloat16}
+parallel: {world_size: 2, ep: 2}
+data: {prompts_per_step: 8}
+rollout: {max_context: 256, max_new_tokens: 64}
+actor_optimizer: {lr: 0.01, min_lr: 0.001, schedule: linear, warmup_fraction: 0.0}
+track: {progress: false, trackers: []}
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, run_ranks: Callable[..., list[dict[str, Any]]]) -> RunTraining:
+    folder = tmp_path_factory.mktemp("material") / "m"
+    command = [sys.executable, "tools/make_quickstart.py", str(folder), "--demonstrations", "120", "--train", "8"]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    (folder / "config.yaml").write_text(CONFIG)
+
+    def start(place: Path, event: str, *overrides: str) -> list[dict[str, Any]]:
+        paths = [f"model.path={folder}/model", f"data.train={folder}/sft.jsonl", f"run.dir={place}/run"]
+        arguments = [event, f"{place}/memory", str(folder / "config.yaml"), *paths, *overrides]
+        return run_ranks(2, "tests/checkpoint/ranks_memory_restart.py", *arguments)
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def disk_run(run: RunTraining, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An undisturbed run without checkpoints in memory."""
+    place = tmp_path_factory.mktemp("disk_run")
+    results = run(place, "", "run.memory_save_every=0")
+    assert [result["code"] for result in results] == [0, 0], results
+    return place
+
+
+def steps_in_memory(place: Path, node: int) -> list[str]:
+    return sorted(path.name for path in (place / f"memory/node_{node}").glob("megarl-checkpoints-*/step_*"))
+
+
+def losses(place: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in (place / "run/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    return {line["step"]: line["actor/loss"] for line in lines}
+
+
+def check_same_result(place: Path, reference: Path) -> None:
+    actual, expected = (load_file(path / "run/export/model.safetensors") for path in (place, reference))
+    assert losses(place) == losses(reference) and actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in actual)
+    assert not list(place.glob("memory/node_*/*")), "a run that ends removes its checkpoints in memory"
+    assert not (place / "run/checkpoints/in_memory.json").exists()
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_continues_bitwise_without_one_node(run: RunTraining, disk_run: Path, tmp_path: Path, lost: int) -> None:
+    assert [result["code"] for result in run(tmp_path, "kill_in_step_4")] == [-9, -9]
+    assert "step_000002" in steps_in_memory(tmp_path, 0) + steps_in_memory(tmp_path, 1)
+    shutil.rmtree(tmp_path / f"memory/node_{lost}")
+    (newest,) = (name for name in steps_in_memory(tmp_path, 1 - lost) if not name.endswith(".tmp"))
+    results = run(tmp_path, "", "run.resume=auto")
+    assert [result["code"] for result in results] == [0, 0], results
+    assert f"/{newest} after step {int(newest.removeprefix('step_'))}" in results[0]["out"]
+    check_same_result(tmp_path, disk_run)
+
+
+STEPS_AFTER_KILL = {
+    "kill_while_writing": {1},
+    "kill_while_sending": {1},
+    "kill_before_commit": {1, 2},  # 2 if the other node has renamed its part, which has the files of both
+    "kill_after_commit": {2},
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("event", STEPS_AFTER_KILL)
+def test_killed_save_leaves_the_one_before(run: RunTraining, disk_run: Path, tmp_path: Path, event: str) -> None:
+    codes = [result["code"] for result in run(tmp_path, event)]
+    assert -9 in codes and 0 not in codes
+    results = run(tmp_path, "", "run.resume=auto")
+    assert [result["code"] for result in results] == [0, 0], results
+    assert any(f" after step {step}" in results[0]["out"] for step in STEPS_AFTER_KILL[event]), results
+    check_same_result(tmp_path, disk_run)
+
+
+@pytest.mark.nightly
+def test_nodes_may_be_lost_one_after_the_other(run: RunTraining, disk_run: Path, tmp_path: Path) -> None:
+    """A restart restores both copies, so that another node may be lost before the next save; also while it loads."""
+    run(tmp_path, "kill_in_step_4")
+    shutil.rmtree(tmp_path / "memory/node_0")
+    assert -9 in [result["code"] for result in run(tmp_path, "kill_while_loading", "run.resume=auto")]
+    run(tmp_path, "kill_in_step_1", "run.resume=auto")
+    shutil.rmtree(tmp_path / "memory/node_1")
+    results = run(tmp_path, "", "run.resume=auto")
+    assert [result["code"] for result in results] == [0, 0], results
+    assert "resumed from" in results[0]["out"]
+    check_same_result(tmp_path, disk_run)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("event", "newest"), [("kill_in_step_4", "step_000003"), ("kill_in_step_5", "step_000004")])
+def test_continues_from_the_newest_of_memory_and_disk(
+    run: RunTraining, disk_run: Path, tmp_path: Path, event: str, newest: str
+) -> None:
+    settings = ("run.save_every=2", "run.save_async=false")
+    assert [result["code"] for result in run(tmp_path, event, *settings)] == [-9, -9]
+    assert steps_in_memory(tmp_path, 0) == steps_in_memory(tmp_path, 1) == ["step_000003"]
+    results = run(tmp_path, "", "run.resume=auto", *settings)
+    is_on_disk = f"resumed from {tmp_path}/run/checkpoints/{newest}" in results[0]["out"]
+    assert f"/{newest} after step" in results[0]["out"] and is_on_disk == (newest == "step_000004")
+    check_same_result(tmp_path, disk_run)
+
+
+@pytest.mark.nightly
+def test_without_both_nodes_the_disk_remains(run: RunTraining, disk_run: Path, tmp_path: Path) -> None:
+    run(tmp_path, "kill_in_step_4", "run.save_every=2", "run.save_async=false")
+    shutil.rmtree(tmp_path / "memory")
+    results = run(tmp_path, "", "run.resume=auto", "run.save_every=2")
+    assert f"resumed from {tmp_path}/run/checkpoints/step_000002 after step 2" in results[0]["out"]
+    check_same_result(tmp_path, disk_run)
