@@ -16,6 +16,7 @@ import re
 import secrets
 import shutil
 import stat
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ import torch
 
 from megarl.checkpoint import disk_space, manifest
 from megarl.checkpoint.manifest import Entry, sync
-from megarl.checkpoint.node_transfer import Address, FileServer, fetch_file, send_file
+from megarl.checkpoint.node_transfer import Address, FileServer, fetch_file, find_address, send_file
 from megarl.checkpoint.store import BackgroundWrite, RankWrite, StorageError, capture_rng_state, rng_file_name
 from megarl.config import ConfigError
 from megarl.launch.restarts import MEMORY_RECORD
@@ -56,7 +57,7 @@ class _PendingSave(NamedTuple):
 
 def record_path(run_dir: Path) -> Path:
     """Return the file of a run folder that records the name and the newest step of its checkpoints in memory."""
-    return run_dir / "checkpoints" / MEMORY_RECORD
+    return run_dir / MEMORY_RECORD
 
 
 def read_record(run_dir: Path) -> tuple[str, int]:
@@ -92,6 +93,7 @@ class MemoryStore:
         self._provenance = dict(provenance)
         self._rank, self._world = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self._pending: _PendingSave | None = None
+        self._removal: threading.Thread | None = None
         self._copies: Copies | None = None
         self._server: FileServer | None = None
         try:
@@ -113,7 +115,6 @@ class MemoryStore:
     def _read_id(self) -> str:
         name, step = read_record(self.run_dir)
         name = name or secrets.token_hex(8)
-        record_path(self.run_dir).parent.mkdir(exist_ok=True)
         self._write_record(name, step)
         return name
 
@@ -172,7 +173,7 @@ class MemoryStore:
     def _start_server(self) -> Address:
         if len(self.nodes) == 1:
             return "", 0
-        self._server = FileServer(self.folder, ranks.node_address())
+        self._server = FileServer(self.folder, find_address())
         return self._server.address
 
     def _remove_stale(self, memory_dir: Path) -> None:
@@ -214,7 +215,9 @@ class MemoryStore:
 
         def prepare_folder() -> None:
             if self._is_node_lead:
-                self._remove_steps(lambda path: path.suffix == ".tmp")
+                if self._removal is not None:
+                    self._removal.join()
+                self._remove_partial()
                 disk_space.check_free_space(self.folder, self.node_bytes(needed))
                 partial.mkdir()
             if self._server is not None:
@@ -343,7 +346,7 @@ class MemoryStore:
         self._pending = None
         self._close_writes()
         if self._is_node_lead:
-            self._remove_steps(lambda path: path != final)
+            self._remove_others(final)
         if ranks.is_lead():
             self._record_step(manifest.step_of(final))
 
@@ -357,6 +360,17 @@ class MemoryStore:
     def _close_writes(self) -> None:
         if self._server is not None:
             self._server.accepts = None
+
+    def _remove_others(self, final: Path) -> None:
+        """Remove other checkpoints in a thread: to free many gigabytes takes seconds."""
+        for path in list(self.folder.glob("step_*")):
+            if path != final and path.suffix != ".tmp":
+                path.rename(path.with_suffix(".tmp"))
+        self._removal = threading.Thread(target=self._remove_partial, name="checkpoint")  # `begin` waits for it
+        self._removal.start()
+
+    def _remove_partial(self) -> None:
+        self._remove_steps(lambda path: path.suffix == ".tmp")
 
     def _remove_steps(self, should_remove: Callable[[Path], bool]) -> None:
         for path in self.folder.glob("step_*"):
@@ -385,6 +399,8 @@ class MemoryStore:
         ranks.barrier()
         if self._server is not None:
             self._server.close()
+        if self._removal is not None:
+            self._removal.join()
         if self._is_node_lead:
             shutil.rmtree(self.folder, ignore_errors=True)
         os.close(self._lock)

@@ -8,6 +8,7 @@ for each connection; contents are checked against their SHA-256.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -21,7 +22,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from megarl.checkpoint.manifest import Entry
+from megarl.parallel import ranks
 from megarl.parallel.job_secret import ForgedError, seal, unseal
+from megarl.parallel.rendezvous import check_private
 
 Address = tuple[str, int]
 
@@ -31,6 +34,8 @@ _CHUNK_BYTES = 4 << 20
 _MAX_MESSAGE_BYTES = 1 << 16
 _NONCE_BYTES = 16
 _NICENESS = 10
+_SIOCGIFADDR = 0x8915
+"""Linux's request for the IPv4 address of an interface."""
 
 
 class FileServer:
@@ -99,6 +104,21 @@ class FileServer:
     def _check_accepts(self, name: str) -> None:
         if PurePosixPath(name).parts[0] != self.accepts:
             raise OSError(f"{name} is of no checkpoint that is being written")
+
+
+def find_address() -> str:
+    """Return the address of this node for transfers: that of gloo's interface, or else of the one towards MASTER_ADDR.
+
+    Raises ConfigError for a public address.
+    """
+    name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        if name:
+            request = struct.pack("256s", name.encode()[:15])
+            address = socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
+            check_private("the address of GLOO_SOCKET_IFNAME", address)
+            return address
+    return ranks.node_address()  # also if that interface has no IPv4 address
 
 
 def send_file(address: Address, path: Path, name: str, entry: Entry, ended: Callable[[], bool]) -> None:

@@ -19,7 +19,7 @@ from megarl.launch.exit_status import REPEATED_FAULT_EXIT_CODE, RunOutcome
 FIRST_WAIT_S, LONGEST_WAIT_S = 2.0, 300.0
 """Seconds before the first restart, and the maximum; each wait is four times the previous one."""
 MEMORY_RECORD = "in_memory.json"
-"""File in a run's checkpoints that names the newest step in the nodes' memory, see `checkpoint/memory_store.py`."""
+"""File in a run folder that names the newest step in the nodes' memory, see `checkpoint/memory_store.py`."""
 _STEP = re.compile(r"step_(\d{6,})")
 _TAIL = 1 << 16
 
@@ -138,7 +138,7 @@ def read_memory_step(run_dir: Path) -> int:
     Whether it is complete without the nodes that are lost is determined when it is loaded.
     """
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        return int(json.loads((run_dir / "checkpoints" / MEMORY_RECORD).read_text(encoding="utf-8"))["step"])
+        return int(json.loads((run_dir / MEMORY_RECORD).read_text(encoding="utf-8"))["step"])
     return 0
 
 

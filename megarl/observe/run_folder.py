@@ -20,6 +20,7 @@ from typing import IO, Any, NamedTuple
 import yaml
 
 from megarl.config import Config, ConfigError, load_config, to_dict
+from megarl.launch.restarts import read_memory_step
 from megarl.observe import user_code
 from megarl.observe.tracker import read_metrics
 from megarl.observe.webhook import ENV_PREFIX
@@ -209,7 +210,8 @@ def check_earlier_run(path: Path, config: Config, resume: bool) -> list[Change]:
             f"run folder {path} belongs to another run ({'; '.join(map(str, identity_changes[:8]))}{more}); set "
             "run.dir to another folder, set these keys back, or set run.resume=forced to continue with them anyway"
         )
-    has_checkpoints = any((path / CHECKPOINTS).glob("step_*"))  # complete or not; a resume checks for completeness
+    # Complete or not: a resume checks for completeness.
+    has_checkpoints = any((path / CHECKPOINTS).glob("step_*")) or read_memory_step(path) > 0
     if not resume and has_checkpoints:
         raise ConfigError(
             f"run folder {path} already contains this run; set run.resume=auto to continue it, or run.dir to another "

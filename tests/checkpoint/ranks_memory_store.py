@@ -62,7 +62,13 @@ def main(folder: Path) -> dict[str, Any]:
 
     def save(step: int, fails: bool = False) -> Path:
         store.begin(step, {"step": step}, stage(f"{step} of {rank}", fails))
-        return store.finish()
+        return finish_save()
+
+    def finish_save() -> Path:
+        folder = store.finish()
+        if store._removal is not None:
+            store._removal.join()
+        return folder
 
     def on_ranks(chosen: tuple[int, ...], work: Callable[[], Any]) -> None:
         ranks.barrier()
@@ -150,7 +156,7 @@ def main(folder: Path) -> dict[str, Any]:
     report["damaged"] = error_of(
         lambda: send_file(address, newest / "rng_00000.pt", "step_000006.tmp/x", entry, lambda: False)
     )
-    store.finish()
+    finish_save()
 
     # Two neighbors are lost at once.
     lose(0, 1)
@@ -158,6 +164,7 @@ def main(folder: Path) -> dict[str, Any]:
     store = start()
     report["after_two_lost"], report["log_of_two"] = store.find_newest(), list(log)
     store.clear()
+    ranks.barrier()
     report["cleared"] = [store.folder.exists(), memory_store.record_path(folder / "run").exists(), victim.exists()]
     return report
 

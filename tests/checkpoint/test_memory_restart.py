@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+
+from megarl.launch.restarts import read_memory_step
+from megarl.utils.addresses import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 RunTraining = Callable[..., list[dict[str, Any]]]
@@ -29,15 +35,29 @@ track: {progress: false, trackers: []}
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, run_ranks: Callable[..., list[dict[str, Any]]]) -> RunTraining:
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, data and a configuration."""
     folder = tmp_path_factory.mktemp("material") / "m"
     command = [sys.executable, "tools/make_quickstart.py", str(folder), "--demonstrations", "120", "--train", "8"]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     (folder / "config.yaml").write_text(CONFIG)
+    return folder
 
+
+def settings(folder: Path, place: Path) -> list[str]:
+    return [f"model.path={folder}/model", f"data.train={folder}/sft.jsonl", f"run.dir={place}/run"]
+
+
+@pytest.fixture(scope="module")
+def run(run_folder: Path, run_ranks: Callable[..., list[dict[str, Any]]]) -> RunTraining:
     def start(place: Path, event: str, *overrides: str) -> list[dict[str, Any]]:
-        paths = [f"model.path={folder}/model", f"data.train={folder}/sft.jsonl", f"run.dir={place}/run"]
-        arguments = [event, f"{place}/memory", str(folder / "config.yaml"), *paths, *overrides]
+        arguments = [
+            event,
+            f"{place}/memory",
+            str(run_folder / "config.yaml"),
+            *settings(run_folder, place),
+            *overrides,
+        ]
         return run_ranks(2, "tests/checkpoint/ranks_memory_restart.py", *arguments)
 
     return start
@@ -67,7 +87,7 @@ def check_same_result(place: Path, reference: Path) -> None:
     assert losses(place) == losses(reference) and actual.keys() == expected.keys()
     assert all(torch.equal(actual[name], expected[name]) for name in actual)
     assert not list(place.glob("memory/node_*/*")), "a run that ends removes its checkpoints in memory"
-    assert not (place / "run/checkpoints/in_memory.json").exists()
+    assert not (place / "run/in_memory.json").exists()
 
 
 @pytest.mark.parametrize("lost", [0, 1])
@@ -135,4 +155,39 @@ def test_without_both_nodes_the_disk_remains(run: RunTraining, disk_run: Path, t
     shutil.rmtree(tmp_path / "memory")
     results = run(tmp_path, "", "run.resume=auto", "run.save_every=2")
     assert f"resumed from {tmp_path}/run/checkpoints/step_000002 after step 2" in results[0]["out"]
+    check_same_result(tmp_path, disk_run)
+
+
+@pytest.mark.nightly
+def test_spare_continues_for_a_lost_node(run_folder: Path, disk_run: Path, tmp_path: Path) -> None:
+    """The node's launcher and its rank are killed, and its memory is gone. Takes the minute for which others wait."""
+    port, environment = free_port(), os.environ | {"MEGARL_SPARES": "1", "MEGARL_SECRET": "a" * 32}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "megarl.torchrun", "--nnodes", "2", "--nproc-per-node", "1"]
+    command += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+    arguments = ["-m", "megarl.train", str(run_folder / "config.yaml"), *settings(run_folder, tmp_path)]
+    launchers = [
+        subprocess.Popen(
+            [*command, "--node-rank", str(node), *arguments, "parallel.ranks_per_node=1"],
+            env=environment | {"NODE_MEMORY": f"{tmp_path}/memory/node_{node}", "SLURMD_NODENAME": f"n{node}"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        for node in range(3)
+    ]
+    deadline = time.monotonic() + 120
+    while (step := read_memory_step(tmp_path / "run")) < 2:
+        assert time.monotonic() < deadline and all(launcher.poll() is None for launcher in launchers)
+        time.sleep(0.01)
+    (rank,) = Path(f"/proc/{launchers[1].pid}/task/{launchers[1].pid}/children").read_text().split()
+    for pid in (int(rank), launchers[1].pid):
+        os.kill(pid, signal.SIGKILL)
+    shutil.rmtree(tmp_path / "memory/node_1")
+    errors = [launcher.communicate(timeout=200)[1] for launcher in launchers]
+    assert [launcher.returncode for launcher in launchers] == [0, -signal.SIGKILL, 0], errors
+    line = next(line for line in errors[0].splitlines() if line.startswith("error"))
+    assert step <= 4 and " in memory (restart 1" in line and "is replaced by the spare node n2" in line
+    assert f"resumed from {tmp_path}/memory/node_0/" in (tmp_path / "run/log.txt").read_text()
     check_same_result(tmp_path, disk_run)

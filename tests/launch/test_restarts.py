@@ -61,7 +61,7 @@ def test_a_checkpoint_in_memory_counts(tmp_path: Path) -> None:
     """If it is newer than those on disk; a damaged record does not."""
     restarts, rules = RestartTracker(), RestartPolicy(str(tmp_path), 50, 1)
     write_checkpoint(tmp_path, 20)
-    record = tmp_path / "checkpoints" / "in_memory.json"
+    record = tmp_path / "in_memory.json"
     for step in (24, 26):
         record.write_text(json.dumps({"id": "0123456789abcdef", "step": step}))
         decision = restarts.decide(KILLED, rules)
