@@ -1,13 +1,16 @@
-"""Run the whole program once on two ranks as if each were a node, and kill both at some moment of a save into memory.
+"""Run the whole program once, as if each rank were a node, and kill ranks at some moment of a save into memory.
 
-argv: an event (a name in `EVENTS`, or empty), the folder for the nodes' memory, then the arguments of `megarl.train`.
+argv: an event (a name in `EVENTS`, `kill_in_update_N`, or empty), the folder for the nodes' memory, then the arguments
+of `megarl.train`.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +22,8 @@ from megarl.checkpoint.memory_store import MemoryStore
 from megarl.megatron.trainer_model import MegatronModel
 
 
-def kill_in_step(number: int) -> None:
-    """Kill both nodes in a step, counted from the start of the program."""
+def kill_in_update(number: int) -> None:
+    """Kill all nodes in an update of a model, counted from the start of the program."""
     train_step, steps = MegatronModel.train_step, [0]
 
     def training(self: Any, *arguments: Any) -> Any:
@@ -30,18 +33,6 @@ def kill_in_step(number: int) -> None:
         return train_step(self, *arguments)
 
     MegatronModel.train_step = training  # type: ignore[method-assign]
-
-
-def kill_in_step_1() -> None:
-    kill_in_step(1)
-
-
-def kill_in_step_4() -> None:
-    kill_in_step(4)
-
-
-def kill_in_step_5() -> None:
-    kill_in_step(5)
 
 
 def kill_while_writing() -> None:
@@ -104,9 +95,6 @@ def kill_while_loading() -> None:
 EVENTS: dict[str, Callable[[], None]] = {
     event.__name__: event
     for event in (
-        kill_in_step_1,
-        kill_in_step_4,
-        kill_in_step_5,
         kill_while_writing,
         kill_while_sending,
         kill_before_commit,
@@ -119,4 +107,6 @@ if __name__ == "__main__":
     name, memory, *rest = sys.argv[1:]
     os.environ["NODE_MEMORY"] = f"{memory}/node_{RANK}"
     ranks_async_save.EVENTS |= EVENTS
+    if match := re.fullmatch(r"kill_in_update_(\d+)", name):
+        ranks_async_save.EVENTS[name] = partial(kill_in_update, int(match[1]))
     ranks_async_save.main(name, *rest)

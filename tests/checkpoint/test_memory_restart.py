@@ -50,7 +50,7 @@ def settings(folder: Path, place: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def run(run_folder: Path, run_ranks: Callable[..., list[dict[str, Any]]]) -> RunTraining:
-    def start(place: Path, event: str, *overrides: str) -> list[dict[str, Any]]:
+    def start(place: Path, event: str, *overrides: str, world: int = 2) -> list[dict[str, Any]]:
         arguments = [
             event,
             f"{place}/memory",
@@ -58,7 +58,7 @@ def run(run_folder: Path, run_ranks: Callable[..., list[dict[str, Any]]]) -> Run
             *settings(run_folder, place),
             *overrides,
         ]
-        return run_ranks(2, "tests/checkpoint/ranks_memory_restart.py", *arguments)
+        return run_ranks(world, "tests/checkpoint/ranks_memory_restart.py", *arguments)
 
     return start
 
@@ -92,7 +92,7 @@ def check_same_result(place: Path, reference: Path) -> None:
 
 @pytest.mark.parametrize("lost", [0, 1])
 def test_continues_bitwise_without_one_node(run: RunTraining, disk_run: Path, tmp_path: Path, lost: int) -> None:
-    assert [result["code"] for result in run(tmp_path, "kill_in_step_4")] == [-9, -9]
+    assert [result["code"] for result in run(tmp_path, "kill_in_update_4")] == [-9, -9]
     assert "step_000002" in steps_in_memory(tmp_path, 0) + steps_in_memory(tmp_path, 1)
     shutil.rmtree(tmp_path / f"memory/node_{lost}")
     (newest,) = (name for name in steps_in_memory(tmp_path, 1 - lost) if not name.endswith(".tmp"))
@@ -124,10 +124,10 @@ def test_killed_save_leaves_the_one_before(run: RunTraining, disk_run: Path, tmp
 @pytest.mark.nightly
 def test_nodes_may_be_lost_one_after_the_other(run: RunTraining, disk_run: Path, tmp_path: Path) -> None:
     """A restart restores both copies, so that another node may be lost before the next save; also while it loads."""
-    run(tmp_path, "kill_in_step_4")
+    run(tmp_path, "kill_in_update_4")
     shutil.rmtree(tmp_path / "memory/node_0")
     assert -9 in [result["code"] for result in run(tmp_path, "kill_while_loading", "run.resume=auto")]
-    run(tmp_path, "kill_in_step_1", "run.resume=auto")
+    run(tmp_path, "kill_in_update_1", "run.resume=auto")
     shutil.rmtree(tmp_path / "memory/node_1")
     results = run(tmp_path, "", "run.resume=auto")
     assert [result["code"] for result in results] == [0, 0], results
@@ -136,7 +136,9 @@ def test_nodes_may_be_lost_one_after_the_other(run: RunTraining, disk_run: Path,
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("event", "newest"), [("kill_in_step_4", "step_000003"), ("kill_in_step_5", "step_000004")])
+@pytest.mark.parametrize(
+    ("event", "newest"), [("kill_in_update_4", "step_000003"), ("kill_in_update_5", "step_000004")]
+)
 def test_continues_from_the_newest_of_memory_and_disk(
     run: RunTraining, disk_run: Path, tmp_path: Path, event: str, newest: str
 ) -> None:
@@ -150,8 +152,23 @@ def test_continues_from_the_newest_of_memory_and_disk(
 
 
 @pytest.mark.nightly
+def test_a_third_node_reads_what_only_others_have(run: RunTraining, tmp_path: Path) -> None:
+    """Data-parallel ranks read weights that the first has written, and of whose files the last has no copy."""
+    layout = ("parallel.world_size=3", "parallel.ep=1", "data.prompts_per_step=6", "run.save_async=false")
+    run(tmp_path / "plain", "", *layout, world=3)
+    assert {result["code"] for result in run(tmp_path / "lost", "kill_in_update_4", *layout, world=3)} == {-9}
+    shutil.rmtree(tmp_path / "lost/memory/node_1")
+    (newest,) = (tmp_path / "lost/memory/node_2").glob("megarl-checkpoints-*/step_000003")
+    assert not list(newest.glob("actor/__0_*"))
+    results = run(tmp_path / "lost", "", *layout, "run.resume=auto", world=3)
+    assert [result["code"] for result in results] == [0, 0, 0], results
+    assert "step_000003 after step 3" in results[0]["out"]
+    check_same_result(tmp_path / "lost", tmp_path / "plain")
+
+
+@pytest.mark.nightly
 def test_without_both_nodes_the_disk_remains(run: RunTraining, disk_run: Path, tmp_path: Path) -> None:
-    run(tmp_path, "kill_in_step_4", "run.save_every=2", "run.save_async=false")
+    run(tmp_path, "kill_in_update_4", "run.save_every=2", "run.save_async=false")
     shutil.rmtree(tmp_path / "memory")
     results = run(tmp_path, "", "run.resume=auto", "run.save_every=2")
     assert f"resumed from {tmp_path}/run/checkpoints/step_000002 after step 2" in results[0]["out"]
