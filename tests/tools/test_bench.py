@@ -87,7 +87,7 @@ SYNC = {
 }
 SYNCS = {"model_mib": 4.0, "bound_mib": 2.0, "ways": {"reshard": SYNC, "gather": {"problem": "no room"}}}
 STEPS = ("packed, balanced", "packed, as they come", "padded, balanced", "padded, as they come")
-SAVES = {name: [(2.0, 0.5, 1.0)] for name in ("no save", "asynchronous", "waited for")}
+SAVES = {name: [(2.0, 0.5, 1.0)] for name in ("no save", "asynchronous", "in memory", "waited for")}
 SIZES = {name: {"tokens": tokens} for name, tokens in (("quarter", 25), ("half", 50), ("full", 100))}
 RANK = {size: [step | {"parts": {"give": 1.0}, "busy": 1.0, "sent": 9, "metrics": {}}] for size, step in SIZES.items()}
 STAND_INS: dict[str, dict[str, Any]] = {

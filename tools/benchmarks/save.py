@@ -1,9 +1,11 @@
-"""Cost of a save to training: steps with an asynchronous save and with a synchronous one, interleaved in one run.
+"""Cost of a save to training: steps with asynchronous saves, to disk and in memory, and with one that is waited for.
 
     .venv/bin/python tools/bench.py save [--width 512] [--layers 6] [--tokens 4096] [--rounds 5] [--folder DIR]
+        [--memory DIR]
 
-Two data parallel ranks of this machine train a small MoE. Each round has a series of steps without a save, one with an
-asynchronous save after its first step, and one with a synchronous save; their order changes from round to round. `held
+Two data parallel ranks of this machine train a small MoE. Each round has a series of steps without a save, and one with
+a save of each kind after its first step; their order changes from round to round. In memory each rank is a node: it
+writes its files into a folder of its own, and sends them to the other. `held
 up`: how long ranks wait, at the end of steps for planning and completing the checkpoint, and before the next update for
 the copy of their state. `longer`: how much longer the whole series takes than the one without a save. This includes the
 cores that the writer thread takes from the steps, which is much if ranks have no other cores than those they train on.
@@ -28,7 +30,7 @@ from benchmarks.output import Report
 from benchmarks.workloads import make_batch, moe_config
 from megarl.config.command_line import int_in_range
 
-MODES = ("no save", "asynchronous", "waited for")
+MODES = ("no save", "asynchronous", "in memory", "waited for")
 STEPS = 4
 """Steps of a series."""
 
@@ -43,10 +45,11 @@ def model_config(width: int, layers: int) -> dict[str, Any]:
     return moe_config(vocab_size=4096, num_experts=4, num_hidden_layers=layers, **sizes, **heads)
 
 
-def measure(folder: str, width: int, layers: int, tokens: int, rounds: int) -> dict[str, Any]:
+def measure(folder: str, memory: str, width: int, layers: int, tokens: int, rounds: int) -> dict[str, Any]:
     """Run as one of the ranks. Return the series by mode, and the bytes of a checkpoint and of the ranks' copies."""
     import torch
 
+    from megarl.checkpoint.memory_store import MemoryStore
     from megarl.checkpoint.store import CheckpointStore, RankWrite
     from megarl.config import from_dict
     from megarl.megatron.dist_checkpoint import WRITERS, SaveSlot, StagedCheckpoint
@@ -59,7 +62,9 @@ def measure(folder: str, width: int, layers: int, tokens: int, rounds: int) -> d
     torch.manual_seed(1)
     model = MegatronModel(model_config(width, layers), config, place, "actor", total_updates=10_000)
     batch = make_batch([512] * (tokens // 512), 4096)
-    store, slot = CheckpointStore(Path(folder), keep=1), SaveSlot()
+    disk, slot = CheckpointStore(Path(folder), keep=1), SaveSlot()
+    nodes = MemoryStore(Path(folder), Path(memory, f"node_{place.job.rank}"), 600.0, disk.layout, print, {})
+    stores: dict[str, CheckpointStore | MemoryStore] = dict.fromkeys(MODES, disk) | {"in memory": nodes}
 
     waits = [0.0]
 
@@ -74,11 +79,14 @@ def measure(folder: str, width: int, layers: int, tokens: int, rounds: int) -> d
 
     def begin(number: int, mode: str) -> None:
         def stage(target: Path) -> RankWrite:
-            copies: Literal["later", "none"] = "later" if mode == "asynchronous" else "none"
+            if mode == "in memory":
+                (target / "actor").mkdir(exist_ok=True)
+            copies: Literal["later", "none"] = "none" if mode == "waited for" else "later"
             staged = StagedCheckpoint(model, target / "actor", slot, copies, waiting=time_wait)
-            threads = 1 if mode == "asynchronous" else WRITERS
+            threads = WRITERS if mode == "waited for" else 1
             return RankWrite(lambda ended: staged.write(threads, ended), staged.finish)
 
+        store = stores[mode]
         store.begin(number, {"step": number}, stage)
         if mode == "waited for":
             store.finish()
@@ -86,6 +94,7 @@ def measure(folder: str, width: int, layers: int, tokens: int, rounds: int) -> d
     def run_series(number: int, mode: str) -> Series:
         ranks.barrier()
         start, cpu_start, between, waits[0] = time.perf_counter(), time.process_time(), 0.0, 0.0
+        store = stores[mode]
         for turn in range(STEPS):
             step()
             ended = time.perf_counter()
@@ -138,13 +147,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rounds", type=int_in_range(most=1000), default=5, help="of three series each")
     parser.add_argument("--folder", type=Path, help="where to write; by default where the system says")
+    parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="where to write in memory")
 
 
 def run(options: argparse.Namespace, report: Report) -> None:
     report.start()
     sizes = {name: getattr(options, name) for name in ("width", "layers", "tokens", "rounds")}
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        results = run_function("benchmarks.save:measure", 2, folder=folder, **sizes)
+    temporary = tempfile.TemporaryDirectory
+    with temporary(dir=options.folder) as folder, temporary(dir=options.memory) as memory:
+        results = run_function("benchmarks.save:measure", 2, folder=folder, memory=memory, **sizes)
     copied = " and ".join(f"{size / 1e6:.0f}" for size in results["copied"])
     report.note(f"a checkpoint of {results['bytes'] / 1e6:.0f} MB, of which ranks copy {copied} MB")
     samples = Samples(MODES)
