@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import shutil
 import signal
 import subprocess
@@ -173,6 +174,44 @@ def test_without_both_nodes_the_disk_remains(run: RunTraining, disk_run: Path, t
     results = run(tmp_path, "", "run.resume=auto", "run.save_every=2")
     assert f"resumed from {tmp_path}/run/checkpoints/step_000002 after step 2" in results[0]["out"]
     check_same_result(tmp_path, disk_run)
+
+
+@pytest.mark.nightly
+def test_buffer_critic_and_reference_are_restored(
+    run_ranks: Callable[..., list[dict[str, Any]]], tmp_path_factory: pytest.TempPathFactory, run_folder: Path
+) -> None:
+    """PF-PPO on recorded rollouts: its buffer has a file per rank, and every rank reads all of them."""
+    other = runpy.run_path(str(ROOT / "tests/checkpoint/test_other_layouts.py"))
+    folder = tmp_path_factory.mktemp("pf_ppo")
+    rows = [json.loads(line) for line in (run_folder / "train.jsonl").read_text().splitlines()]
+    lines = [json.dumps({name: value for name, value in row.items() if name != "tools"}) for row in rows]
+    (folder / "train.jsonl").write_text("\n".join(lines) + "\n")
+    config = str(other["CONFIG"]).replace("algorithm: ppo", "algorithm: pf_ppo")
+    memory = "save_every: 100, memory_save_every: 1, memory_dir: $NODE_MEMORY, save_async: false"
+    (folder / "config.yaml").write_text(config.replace("save_every: 1", memory))
+    other["record_rollouts"](folder / "recorded")
+
+    def start(place: Path, event: str, *overrides: str) -> list[dict[str, Any]]:
+        paths = [f"model.path={run_folder}/model", f"data.train={folder}/train.jsonl", f"run.dir={place}/run"]
+        paths += [f"rollout.replay={folder}/recorded", "parallel.world_size=2", "parallel.tp=2", "parallel.ep=2"]
+        arguments = [event, f"{place}/memory", str(folder / "config.yaml"), *paths, *overrides]
+        return run_ranks(2, "tests/checkpoint/ranks_memory_restart.py", *arguments)
+
+    plain, lost = folder / "plain", folder / "lost"
+    assert [result["code"] for result in start(plain, "")] == [0, 0]
+    assert {result["code"] for result in start(lost, "kill_in_update_15")} == {-9}  # four per step
+    shutil.rmtree(lost / "memory/node_0")
+    results = start(lost, "", "run.resume=auto")
+    assert [result["code"] for result in results] == [0, 0], results
+    assert "/step_000003 after step 3" in results[0]["out"]
+    actual, expected = (load_file(place / "run/export/model.safetensors") for place in (lost, plain))
+    assert actual.keys() == expected.keys() and all(torch.equal(actual[name], expected[name]) for name in actual)
+    parts = ("actor", "critic", "rollout", "reward")
+    actual_steps, expected_steps = (
+        [{name: row[name] for name in row if name.split("/")[0] in parts} for row in other["steps_of"](place / "run")]
+        for place in (lost, plain)
+    )
+    assert actual_steps == expected_steps and len(actual_steps) == other["STEPS"]
 
 
 @pytest.mark.nightly
