@@ -248,6 +248,8 @@ def test_syncs_of_adapters_are_planned(plan) -> None:
         (["algorithm=reward_model", "run.eval_every=5"], r"run.eval_every=5 needs data.eval; .*held-out pairs"),
         (["algorithm=reward_model", "run.num_update=9"], r"cuts a batch of 8 pairs in 9 mini-batches"),
         (["run.eval_every=5"], r"run.eval_every=5 needs data.eval"),
+        (["run.memory_save_every=5"], r"run.memory_save_every=5 needs checkpoints on disk less often"),
+        (["run.save_every=5", "run.memory_save_every=5"], r"set run.save_every to more steps than that"),
         (["rollout.replay=/nowhere"], r"rollout.replay=/nowhere: no such run folder"),
         (["train.routing_replay=true", "algorithm=sft"], r"sft has no engine whose routing could be replayed"),
         (
