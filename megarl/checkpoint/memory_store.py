@@ -413,7 +413,8 @@ class MemoryStore:
     def find_newest(self) -> Path | None:
         """Return this node's folder of the newest complete checkpoint in memory, or None. Logs those that are not.
 
-        It has all files but those of models (`SHARD_SUFFIX`), of which it has two copies' worth: see `fetch`.
+        It has all files that are not models' shards, and the shards that a save would have put there; `fetch` provides
+        the others.
         """
         with ranks.with_timeout(self._timeout_s):
             local = ranks.run_on_all(lambda: self._list_steps() if self._is_node_lead else {})
