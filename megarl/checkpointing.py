@@ -43,6 +43,7 @@ from megarl.workers.model_worker import TrainingWorker
 EXPORT_RETRY_S = 10.0
 """Seconds between attempts of an export that found no disk space."""
 
+MEMORY_REMEDY = "if that recurs, free memory, set run.memory_dir, or set run.memory_save_every=0"
 JOINT_EXIT_TIMEOUT_S = 5.0
 """Seconds that a rank that fails waits for the others to fail with the same error."""
 
@@ -141,7 +142,7 @@ class Checkpointer:
         """Complete the pending checkpoint in memory if all ranks have written theirs, and begin one if it is due."""
         is_due, in_background = may_begin and step % self.config.run.memory_save_every == 0, self.config.run.save_async
         if memory.pending_step is not None and (is_due or is_written):
-            self._try(memory.pending_step, memory.finish, raise_on_error=False)
+            self._try(memory.pending_step, memory.finish, False, MEMORY_REMEDY)
         if not is_due:
             return
         host, stage = self._capture(step, self._memory_slots, in_background)
@@ -156,7 +157,7 @@ class Checkpointer:
             if not in_background:
                 memory.finish()
 
-        self._try(step, save, raise_on_error=False)
+        self._try(step, save, False, MEMORY_REMEDY)
 
     def _save(self, step: int, in_background: bool, raise_on_error: bool) -> StorageError | None:
         """Write a checkpoint. If writing fails, raise if `raise_on_error`, else raise an alarm and return the error."""
@@ -221,7 +222,9 @@ class Checkpointer:
         assert self.store.pending_step is not None
         return self._try(self.store.pending_step, self.store.finish, raise_on_error)
 
-    def _try(self, step: int, action: Callable[[], object], raise_on_error: bool) -> StorageError | None:
+    def _try(
+        self, step: int, action: Callable[[], object], raise_on_error: bool, remedy: str = "free disk space"
+    ) -> StorageError | None:
         with self.clock.phase("save"), exit_status.defer_sigterm():
             try:
                 action()
@@ -231,7 +234,7 @@ class Checkpointer:
                     raise
                 failure = error
         continues = step < self.flow.last_step
-        self.log.alarm(f"{failure}. {'Training continues; free disk space' if continues else 'No checkpoint follows'}")
+        self.log.alarm(f"{failure}. {f'Training continues; {remedy}' if continues else 'No checkpoint follows'}")
         return failure
 
     def finish_on_error(self, error: Exception) -> None:

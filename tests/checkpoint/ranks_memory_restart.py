@@ -59,6 +59,18 @@ def kill_while_sending() -> None:
     node_transfer._receive_file = receiving
 
 
+def memory_full() -> None:
+    """Refuse a file that the other node sends."""
+    receive = node_transfer._receive_file
+
+    def receiving(connection: Any, path: Path, entry: manifest.Entry) -> None:
+        if RANK == LAST and "step_000002.tmp" in str(path):
+            raise OSError(28, "No space left on device")
+        receive(connection, path, entry)
+
+    node_transfer._receive_file = receiving
+
+
 def kill_before_commit() -> None:
     """Kill one node when the other may have renamed its part."""
     commit = MemoryStore._commit
@@ -97,6 +109,7 @@ EVENTS: dict[str, Callable[[], None]] = {
     for event in (
         kill_while_writing,
         kill_while_sending,
+        memory_full,
         kill_before_commit,
         kill_after_commit,
         kill_while_loading,

@@ -123,6 +123,19 @@ def test_killed_save_leaves_the_one_before(run: RunTraining, disk_run: Path, tmp
 
 
 @pytest.mark.nightly
+def test_full_memory_of_another_node_skips_only_that_checkpoint(
+    run: RunTraining, disk_run: Path, tmp_path: Path
+) -> None:
+    results = run(tmp_path, "memory_full")
+    assert [result["code"] for result in results] == [0, 0], results
+    alarms = [line for line in (tmp_path / "run/log.txt").read_text().splitlines() if "ALARM" in line]
+    (alarm,) = (line for line in alarms if "could not write checkpoint" in line)
+    assert "step_000002 in memory: No space left on device; earlier checkpoints are intact" in alarm
+    assert "Training continues; if that recurs, free memory" in alarm
+    check_same_result(tmp_path, disk_run)
+
+
+@pytest.mark.nightly
 def test_nodes_may_be_lost_one_after_the_other(run: RunTraining, disk_run: Path, tmp_path: Path) -> None:
     """A restart restores both copies, so that another node may be lost before the next save; also while it loads."""
     run(tmp_path, "kill_in_update_4")
