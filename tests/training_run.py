@@ -28,6 +28,7 @@ from megarl.rehearse import nccl_order
 ROOT = Path(__file__).resolve().parent.parent
 
 SMALL = [
+    "parallel.tp=2",
     "run.num_rollout=3",
     "run.save_every=1",
     "run.max_restarts=0",
