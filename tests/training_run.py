@@ -28,7 +28,6 @@ from megarl.rehearse import nccl_order
 ROOT = Path(__file__).resolve().parent.parent
 
 SMALL = [
-    "parallel.tp=2",
     "run.num_rollout=3",
     "run.save_every=1",
     "run.max_restarts=0",
@@ -52,7 +51,9 @@ def build_command(folder: Path, run_dir: Path, *overrides: str) -> list[str]:
         f"data.eval={folder}/eval.jsonl",
         f"run.dir={run_dir}",
     ]
-    merged = dict(text.split("=", 1) for text in (*paths, *SMALL, *overrides))  # the last value of a key wins
+    given = [text.split("=", 1) for text in overrides]
+    layout = [] if any(key == "parallel" for key, _ in given) else [("parallel.tp", "2")]
+    merged = dict([*(text.split("=", 1) for text in (*paths, *SMALL)), *layout, *given])  # the last value of a key wins
     settings = [f"{key}={value}" for key, value in merged.items()]
     return [sys.executable, "-m", "megarl.train", "configs/quickstart.yaml", *settings]
 
