@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 COUNT_STEPS = 64  # resolution of the search for the number of micro-batches
+WIDTH_SETS = 4  # sets of context parallel sizes that are planned, beside the largest alone
 MAX_SLOWDOWN = 1.015  # allowed slowdown of a plan that keeps sequences at home, see `owner_rank`
 
 
@@ -287,23 +288,28 @@ def _plan_widths(
 ) -> _Plan:
     """Plan micro-batches of several widths. Other arguments as in `_plan_waves`.
 
-    Each set of widths that has the largest gives a plan: units of the same width are planned by `plan_units`, the
-    widest first. The cheapest plan is returned; that of the largest width alone is one of static context parallelism.
+    A set of widths gives a plan: units of the same width are planned by `plan_units`, the widest first. The cheapest
+    plan is returned, of that of the largest width alone, which is one of static context parallelism, and of those of
+    the WIDTH_SETS sets with the lowest bounds of their costs.
 
     plan_units: `_plan_waves` or `_plan_ranks`. factors: by width, of a unit's cost on a single rank.
     """
     *narrow, widest = factors
-    plans = []
+    sets: list[tuple[float, np.ndarray, np.ndarray]] = []
     for number in range(len(narrow) + 1):
         for chosen in combinations(narrow, number):
             sizes = np.array([*chosen, widest])
             needed = sizes[np.minimum(np.searchsorted(sizes * budget, tokens), number)]
-            arguments = costs, tokens, holder, dp, budget, multiple, minimum
-            owner, table, _, widths = _plan_sizes(plan_units, needed, sizes.tolist(), *arguments)
-            part_costs = np.bincount(owner, weights=costs, minlength=int(table.max()) + 1)
-            seconds = part_costs[table] * [factors[width] for width in widths]
-            cost = _finish_time(seconds, widths, is_lockstep=plan_units is _plan_waves)
-            plans.append(_Plan(owner, table, cost, widths))
+            bound = float(sum(factors[width] * width * costs[needed == width].sum() for width in factors))
+            sets.append((bound, sizes, needed))
+    plans = []
+    for _, sizes, needed in [sets[0], *sorted(sets[1:], key=lambda item: item[0])[:WIDTH_SETS]]:
+        arguments = costs, tokens, holder, dp, budget, multiple, minimum
+        owner, table, _, widths = _plan_sizes(plan_units, needed, sizes.tolist(), *arguments)
+        part_costs = np.bincount(owner, weights=costs, minlength=int(table.max()) + 1)
+        seconds = part_costs[table] * [factors[width] for width in widths]
+        cost = _finish_time(seconds, widths, is_lockstep=plan_units is _plan_waves)
+        plans.append(_Plan(owner, table, cost, widths))
     return min(plans, key=lambda plan: plan.cost)
 
 

@@ -181,7 +181,7 @@ def check_external(config: Config, declared: Requirements) -> None:
 
 
 def check_cache_budget(config: Config, declared: Requirements) -> None:
-    """Check that `rollout.fit_kv_cache` has one KV cache to fit."""
+    """Check that `rollout.fit_kv_cache` has one KV cache to fit, which keeps prefixes."""
     for role, rollout in rollout_settings(config, declared.roles).items():
         key = engine_key(config, role, "fit_kv_cache")
         if not rollout.fit_kv_cache or rollout.replay:
@@ -191,6 +191,9 @@ def check_cache_budget(config: Config, declared: Requirements) -> None:
                 f"{key} with {engine_key(config, role, 'external')}: conversations of external engines are in caches "
                 "of their own; set the first to false"
             )
+        settings = rollout.vllm if rollout.engine == "vllm" else rollout.sglang
+        if settings.get("enable_prefix_caching") is False or settings.get("disable_radix_cache"):
+            raise ConfigError(f"{key} with an engine whose cache keeps no prefixes: set it to false")
 
 
 def check_enough_prompts(count: int, config: Config) -> None:

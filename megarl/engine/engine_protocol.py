@@ -107,7 +107,7 @@ def num_recorded(start: int, routing: torch.Tensor | None, indices: torch.Tensor
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """What an engine does at the moment.
+    """An engine's load at the moment.
 
     Attributes:
         num_running, num_waiting: requests in its batch, and in its queue

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -195,9 +196,8 @@ class OOMRetry:
         micros = zip(plan[self._dispatcher.this_rank.row], plan.widths, strict=True)
         largest, width = max(micros, key=lambda micro: self._count_rank_tokens(batch, *micro))
         cp_tokens = self._count_rank_tokens(batch, largest, width)
-        needed = working_bytes(
-            self._hf, self._config, self._ranks, self._role, cp_tokens, trains, self.should_recompute
-        )
+        ranks = replace(self._ranks, cp=width * self._ranks_per_row)
+        needed = working_bytes(self._hf, self._config, ranks, self._role, cp_tokens, trains, self.should_recompute)
         try:
             device.reserve(needed)
         except Exception as error:  # noqa: BLE001
@@ -286,7 +286,7 @@ class OOMRetry:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "of": self._dispatcher.token_budget,
+            "of": [self._dispatcher.token_budget, self._ranks_per_row],
             "budget": self.token_budget,
             "recomputes": self.should_recompute,
             "often": self.num_ooms,
@@ -295,7 +295,7 @@ class OOMRetry:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state. If `train.max_tokens_per_gpu` has changed since, restore only `num_ooms`."""
         self.num_ooms = int(state.get("often", 0))
-        if self._is_enabled and state.get("of") == self._dispatcher.token_budget:
+        if self._is_enabled and state.get("of") == [self._dispatcher.token_budget, self._ranks_per_row]:
             self.token_budget = int(state["budget"])
             if state["recomputes"] and self._can_recompute():
                 self._enable_recompute()

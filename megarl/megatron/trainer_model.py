@@ -572,7 +572,8 @@ class MegatronModel:
                 micro_batch_size=1,
                 forward_only=forward_only,
             )
-        return [result for result, width in zip(results, plan.widths, strict=False) if row % width == 0]
+        widths = plan.widths if results else ()  # only the last stage has results
+        return [result for result, width in zip(results, widths, strict=True) if row % width == 0]
 
     def set_peak_lr(self, lr: float) -> None:
         """Set the peak of the learning-rate schedule, whose position stays."""

@@ -265,7 +265,7 @@ def _create_context_groups(members: Sequence[int], parallel: ParallelConfig) -> 
             block = members[start : start + size * parallel.tp]
             together = dist.new_group(block, timeout=timeout)
             for first in range(parallel.tp):
-                group = dist.new_group(block[first :: parallel.tp], timeout=timeout)
+                group = dist.new_group(block[first :: parallel.tp], timeout=timeout) if parallel.tp > 1 else together
                 if rank in block[first :: parallel.tp]:
                     result[size] = ContextGroups(group, together)
     return result

@@ -1,4 +1,4 @@
-"""Which conversations may use an engine, so that its KV cache keeps the prefixes that their next turns need.
+"""A budget of conversations that use an engine, so that its KV cache keeps the prefixes that their next turns need.
 
 While a conversation waits for a tool, its keys and values stay in the engine's prefix cache. If more conversations are
 in flight than the cache holds, they evict each other's prefixes, and each turn computes its whole context again. So the
@@ -84,7 +84,7 @@ class CacheBudget:
 
 @dataclass(frozen=True)
 class PrefillCost:
-    """What a prompt token costs an engine, from two reads of its load.
+    """The cost of a prompt token to an engine, from reads of its load.
 
     A step has a cost of its own, however few tokens it computes. So the smallest cost of all intervals counts.
 

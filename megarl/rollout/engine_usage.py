@@ -1,4 +1,4 @@
-"""What a generation observes of its engine, as sums that add up over engines, and their metrics."""
+"""Observations of an engine during a generation, as sums that add up over engines, and their metrics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class EngineUsage:
     Attributes:
         num_reads: reads of the load while requests were open
         running, waiting, cache_usage: sums of `EngineLoad`'s
-        held: sum of the conversations that waited for the budget
+        waiting_conversations: sum of the conversations that waited for the budget
         num_budgeted: reads at which the budget was limited, and the sum of the budgets then, as shares of the cache
         num_continued: responses to requests that continued a conversation of which the engine had computed a prefix
         num_evicted: those of which it had evicted most of the prefix
@@ -28,7 +28,7 @@ class EngineUsage:
     running: float = 0
     waiting: float = 0
     cache_usage: float = 0
-    held: float = 0
+    waiting_conversations: float = 0
     num_budgeted: float = 0
     budget: float = 0
     num_continued: float = 0
@@ -36,8 +36,8 @@ class EngineUsage:
     num_retractions: float = 0
     max_cache_usage: float = 0
 
-    def add_load(self, load: EngineLoad, num_held: int, budget: float) -> Self:
-        """Add a read. num_held: conversations that wait for the budget. budget: tokens, possibly infinity."""
+    def add_load(self, load: EngineLoad, num_conversations: int, budget: float) -> Self:
+        """Add a read. num_conversations: those that wait for the budget. budget: tokens, possibly infinity."""
         is_limited = bool(load.capacity) and budget < float("inf")
         return replace(
             self,
@@ -45,7 +45,7 @@ class EngineUsage:
             running=self.running + load.num_running,
             waiting=self.waiting + load.num_waiting,
             cache_usage=self.cache_usage + load.cache_usage,
-            held=self.held + num_held,
+            waiting_conversations=self.waiting_conversations + num_conversations,
             num_budgeted=self.num_budgeted + is_limited,
             budget=self.budget + (budget / load.capacity if is_limited else 0.0),
             max_cache_usage=max(self.max_cache_usage, load.cache_usage),
@@ -87,7 +87,7 @@ class EngineUsage:
             metrics |= {
                 "engine/running_requests": self.running / self.num_reads,
                 "engine/waiting_requests": self.waiting / self.num_reads,
-                "engine/held_conversations": self.held / self.num_reads,
+                "engine/waiting_conversations": self.waiting_conversations / self.num_reads,
                 "engine/cache_usage_mean": self.cache_usage / self.num_reads,
                 "engine/cache_usage_max": self.max_cache_usage,
             }

@@ -92,14 +92,15 @@ class RequestGate:
         self.num_conversations += 1
         slot = RequestSlot(self, num_tokens)
         self._slots[slot] = None
-        self._fitting = None
+        self.recount_fitting()
         return slot
 
     def remove_slot(self, slot: RequestSlot) -> None:
-        """Remove a conversation."""
-        self.num_conversations -= 1
-        del self._slots[slot]
-        self._fitting = None
+        """Remove a conversation, unless it has been removed."""
+        if slot in self._slots:
+            self.num_conversations -= 1
+            del self._slots[slot]
+            self.recount_fitting()
 
     # --- the budget
 
@@ -125,15 +126,24 @@ class RequestGate:
         """Seconds for which a conversation that waits for tools keeps its place in the budget."""
         return self.prefill_cost.patience_s(self.load.capacity)
 
-    def count_response(self, reusable: int, generation: Generation) -> None:
-        """Adapt the budget to a response. reusable: tokens of the prompt that the engine should have had."""
+    def recount_fitting(self) -> None:
+        """Count anew which conversations are within the budget, when that is next asked."""
+        self._fitting = None
+
+    def count_response(self, reusable: int, generation: Generation, had_place: bool = True) -> None:
+        """Adapt the budget to a response.
+
+        reusable: tokens of the prompt that the engine has computed before. had_place: whether the conversation has had
+        a place in the budget since then; otherwise the loss of its prefix says nothing about the budget.
+        """
         is_continued = reusable >= _MIN_PREFIX
         is_evicted = is_continued and generation.cached < reusable / 2
         self.usage = self.usage.add_response(is_continued, is_evicted, generation.retractions)
         if self.budget is not None:
             tokens = list(self._count_tokens().values())
-            self.budget = self.budget.update(is_evicted or generation.retractions > 0, tokens, self.load)
-        self._fitting = None
+            is_lost = (is_evicted and had_place) or generation.retractions > 0
+            self.budget = self.budget.update(is_lost, tokens, self.load)
+        self.recount_fitting()
 
     async def observe_load(self) -> None:
         """Read the engine's load while requests are open, until cancelled."""
@@ -142,9 +152,9 @@ class RequestGate:
         while isinstance(self.policy, LoadSource):
             if self.num_requests and (load := await self.policy.read_load()) is not None:
                 self.load, self.prefill_cost = load, self.prefill_cost.update(load)
-                num_held = sum(not self.is_fitting(slot) for slot in self._count_tokens())
-                self.usage = self.usage.add_load(load, num_held, self.budget.tokens if self.budget else UNLIMITED)
-            self._fitting = None  # conversations lose their places as time passes
+                waiting = [slot for slot in self._slots if slot.idle_since is None and not self.is_fitting(slot)]
+                self.usage = self.usage.add_load(load, len(waiting), self.budget.tokens if self.budget else UNLIMITED)
+            self.recount_fitting()  # conversations lose their places as time passes
             self.notify()
             await asyncio.sleep(_LOAD_S)
 
@@ -238,15 +248,15 @@ class RequestSlot:
         images: Sequence[Image] = (),
     ) -> Generation:
         self._requests[request := object()] = None
-        if self._gate.has_lost_place(self):
-            self.forget_prefix()
+        had_place = not self._gate.has_lost_place(self)
         self._set_idle(is_idle=False)
         try:
             if not self._gate.is_fitting(self):
-                self.forget_prefix()
+                had_place = False
                 await self._gate.wait_until(lambda: self._gate.is_fitting(self))
-            known, self._prefix = self._prefix, None
             async with self._gate.free_slots:
+                await self._gate.open.wait()
+                known, self._prefix = self._prefix, None
                 options: dict[str, Any] = {"images": images} if images else {}
                 if isinstance(self._gate.policy, SharedClient):
                     options["conversation"] = self
@@ -264,20 +274,20 @@ class RequestSlot:
                     self._requests[request] = generation if len(new_ids) else None
                     more = await self._request(context, remaining, prefix, on_tokens, options)
                     generation = merge_generations(generation, more)
-                self._count_response(as_token_ids(ids), generation, known)
+                self._count_response(as_token_ids(ids), generation, known, had_place)
                 return generation
         finally:
             del self._requests[request]
             self._set_idle(is_idle=not self._requests)
 
-    def _count_response(self, ids: Ids, generation: Generation, known: tuple[Ids, int] | None) -> None:
+    def _count_response(self, ids: Ids, generation: Generation, known: tuple[Ids, int] | None, had_place: bool) -> None:
         """Adapt the budget. known: tokens that the engine had computed before the request, and by which weights."""
         reusable = 0
         if known is not None and known[1] == generation.weight_version and generation.cached >= 0:
             reusable = count_common_prefix(known[0], ids)
         tokens = np.concatenate([ids, as_token_ids(generation.token_ids)])
         self.num_tokens, self._prefix = len(tokens), (tokens, generation.weight_version)
-        self._gate.count_response(reusable, generation)
+        self._gate.count_response(reusable, generation, had_place)
 
     def forget_prefix(self) -> None:
         """Do not expect the conversation's beginning in the engine's prefix cache."""
@@ -311,6 +321,7 @@ class RequestSlot:
         self._gate.num_idle += is_idle - self._is_idle
         if is_idle != self._is_idle:
             self.idle_since = _now() if is_idle else None
+            self._gate.recount_fitting()
         self._is_idle = is_idle
         self._gate.notify()
 

@@ -91,7 +91,7 @@ class RolloutRunner:
         self._stream_engine_start = 0
         """The engine's start number to which the stream is bound."""
         self._budget = CacheBudget() if config.fit_kv_cache else None
-        """Budget of the next generation: that of the last one at its end."""
+        """Budget at the start of a generation, or of the stream: that at the end of the last one for training."""
         self._client_by_gate: dict[RequestGate, EngineClient] = {}
         """Clients of running generations outside the stream."""
         self._pause_lock, self._is_paused = asyncio.Lock(), False
@@ -160,7 +160,8 @@ class RolloutRunner:
                 )
                 try:
                     result = await _run_watched(generation, check)
-                    self._budget = result.budget
+                    if not greedy and not held_out:
+                        self._budget = result.budget
                     if result.engine_loss is not None:
                         self._on_engine_lost(result.engine_loss)  # in case a request noticed first
                     return await self._drop_aborted(result)
@@ -226,7 +227,10 @@ class RolloutRunner:
         async def run() -> GenerationResult | None:
             collected = self._running_stream.collect(count, first_group)
             result = await _run_watched(self._run_unless_stream_fails(collected), check)
-            return None if result is None else await self._drop_aborted(result)
+            if result is None:
+                return None
+            self._budget = result.budget
+            return await self._drop_aborted(result)
 
         return self._submit(run())
 

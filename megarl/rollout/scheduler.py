@@ -321,9 +321,13 @@ class GroupRun:
 
     async def run(self) -> Group:
         """Run all conversations to their ends and return them."""
-        async with self._task_group:
-            for sample in self._slots:
-                self._start(sample)
+        try:
+            async with self._task_group:
+                for sample in self._slots:
+                    self._start(sample)
+        finally:
+            for slot in self._slots.values():  # also those of tasks that were cancelled before they began
+                slot.release()
         return tuple(self.partials)
 
     def snapshot(self) -> Group:

@@ -253,3 +253,7 @@ def test_cache_budget_is_refused_with_external_engines() -> None:
     config = make_config(fit_kv_cache=True, external=["10.0.0.5:7000"])
     with pytest.raises(ConfigError, match="rollout.fit_kv_cache with rollout.external"):
         check_cache_budget(config, load_requirements(config))
+    for settings in ({"sglang": {"disable_radix_cache": True}}, {"vllm": {"enable_prefix_caching": False}}):
+        config = make_config(fit_kv_cache=True, engine=next(iter(settings)), **settings)
+        with pytest.raises(ConfigError, match="rollout.fit_kv_cache with an engine whose cache keeps no prefixes"):
+            check_cache_budget(config, load_requirements(config))

@@ -19,7 +19,7 @@ def test_metrics_are_means_over_reads_of_all_engines() -> None:
         {
             "engine/running_requests": 4,
             "engine/waiting_requests": 1,
-            "engine/held_conversations": 2,
+            "engine/waiting_conversations": 2,
             "engine/cache_usage_mean": 0.5,
             "engine/cache_usage_max": 0.9,
             "engine/cache_budget": 0.6,

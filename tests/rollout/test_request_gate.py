@@ -266,3 +266,33 @@ def test_observes_the_load_while_requests_are_open(monkeypatch: pytest.MonkeyPat
 
     usage = asyncio.run(run())
     assert usage.running == 3 * usage.num_reads and usage.max_cache_usage == 0.5
+
+
+def test_evictions_during_a_long_tool_call_count_but_do_not_lower_the_budget() -> None:
+    async def run() -> RequestGate:
+        gate = RequestGate(CachedPolicy(cached=0), 4, CacheBudget())
+        gate.load, gate.prefill_cost = LOAD, PrefillCost(1e-12)  # no patience
+        await take_turns(gate.open_slot(len(PROMPT_IDS)), 9)
+        return gate
+
+    gate = asyncio.run(run())
+    assert gate.usage.num_evicted == 8 and gate.budget is not None and gate.budget.tokens == UNLIMITED
+
+
+def test_oldest_conversation_has_its_place_again_after_a_long_tool_call() -> None:
+    async def run() -> None:
+        gate = RequestGate(CachedPolicy(cached=300), 4, CacheBudget(500.0))
+        gate.load, gate.prefill_cost = LOAD, PrefillCost(1e-4)  # the patience is 25 ms
+        first, second = gate.open_slot(300), gate.open_slot(300)
+        first.mark_idle()
+        await asyncio.sleep(0.03)
+        gate.recount_fitting()
+        assert gate.is_fitting(second)
+        async with asyncio.timeout(10.0):
+            await take_turns(first, 1)
+        assert not gate.is_fitting(second)
+        for _ in range(2):
+            first.release()
+        assert gate.num_conversations == 1 and gate.is_fitting(second)
+
+    asyncio.run(run())

@@ -79,7 +79,7 @@ def sampling_values(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Load:
-    """What vLLM reports to its loggers, under the names of SGLang's /v1/loads."""
+    """Reports of vLLM to its loggers, under the names of SGLang's /v1/loads."""
 
     def __init__(self) -> None:
         self.values = {"num_running_reqs": 0, "num_waiting_reqs": 0, "num_used_tokens": 0, "max_total_num_tokens": 0}
@@ -89,7 +89,7 @@ class Load:
         """Return a logger for vLLM, which calls this once it knows the size of the KV cache."""
         from vllm.v1.metrics.loggers import StatLoggerBase
 
-        self.values["max_total_num_tokens"] = config.cache_config.num_gpu_blocks * config.cache_config.block_size
+        self.values["max_total_num_tokens"] = config.cache_config.kv_cache_size_tokens or 0
         add_step = self.add_step
 
         class Logger(StatLoggerBase):

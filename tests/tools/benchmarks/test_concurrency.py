@@ -77,6 +77,6 @@ def test_budget_saves_time_with_short_tools_and_costs_none_with_long_ones(tool_s
     assert fixed.decoded == adapted.decoded
     if tool_s < 1:
         assert adapted_s < 0.95 * fixed_s and adapted.recomputed < 0.6 * fixed.recomputed
-        assert gate.usage.held > 0
+        assert gate.usage.waiting_conversations > 0
     else:
         assert adapted_s < 1.05 * fixed_s
