@@ -17,9 +17,9 @@ import torch
 
 from megarl.checkpoint import disk_space
 from megarl.checkpoint.manifest import Entry, host_state, list_checkpoints, step_of
-from megarl.checkpoint.memory_store import MemoryStore
+from megarl.checkpoint.memory_store import MemoryStore, forget_step
 from megarl.checkpoint.provenance import code_revision, config_hash
-from megarl.checkpoint.store import CheckpointStore, RankWrite, StorageError
+from megarl.checkpoint.store import CheckpointStore, RankWrite, StorageError, lower_priority
 from megarl.config import ConfigError
 from megarl.controllers.controller import Flow
 from megarl.launch import exit_status
@@ -180,8 +180,8 @@ class Checkpointer:
                 if not reference.version or reference.saved_model is None:
                     continue
                 slot = slots.setdefault(role, SaveSlot())
-                # Copied even for a synchronous save: these weights are in the model only for a moment. They are staged
-                # before trained models, whose copies would else have to be complete before the weights are swapped.
+                # Copied even for a synchronous save: these weights are in the model only for a moment. Trained models
+                # are staged afterwards: a swap of weights waits for their copies.
                 with reference.use_reference_weights():
                     models.append(StagedCheckpoint(reference.saved_model, folder / role, slot, "now", True))
             for role, model in self.trained_models().items():
@@ -196,6 +196,8 @@ class Checkpointer:
                 with self.clock.span("save"):
                     for model in models:  # the next updates wait for all copies, and for no file
                         model.copy()
+                    if in_background:
+                        lower_priority()
                     for model in models:
                         written |= model.write(1 if in_background else WRITERS, ended)
                     for other_write in other_writes:
@@ -305,6 +307,8 @@ class Checkpointer:
     def _open_memory(self) -> MemoryStore | None:
         run, store = self.config.run, self.store
         if not run.memory_save_every:
+            if ranks.is_lead():
+                self._forget_memory()
             return None
         memory = MemoryStore(
             self.log.run_dir, Path(run.memory_dir), run.storage_timeout_s, store.layout, self.log.log, store.provenance
@@ -312,6 +316,15 @@ class Checkpointer:
         if len(memory.nodes) == 1:
             self.log.log("checkpoints in memory are on this node alone: they are lost if the node is")
         return memory
+
+    def _forget_memory(self) -> None:
+        """Warn of a checkpoint in memory that this start does not read. Launchers then count those on disk alone."""
+        with contextlib.suppress(OSError):
+            if step := forget_step(self.log.run_dir):
+                self.log.log(
+                    f"warning: run.memory_save_every=0 ignores the checkpoint of step {step} in memory; to continue "
+                    "from it, stop this run and set that key"
+                )
 
     def find_checkpoint(self) -> Path | None:
         """Return the checkpoint to resume from, before anything is loaded; logs and records continue after its step."""
@@ -342,7 +355,10 @@ class Checkpointer:
         """Return the newest checkpoint, on disk or on this node's part of memory."""
         if self.memory is None:
             return self.store.find_newest()
+        recorded = self.memory.recorded_step
         in_memory = self.memory.find_newest()
+        if recorded > (step_of(in_memory) if in_memory is not None else 0):
+            self.log.log(f"warning: the checkpoint of step {recorded} in memory is lost, or on other nodes")
         on_disk = self.store.find_newest(after=step_of(in_memory) - 1 if in_memory is not None else None)
         self.memory.keep_only(in_memory if on_disk is None else None)
         return on_disk or in_memory

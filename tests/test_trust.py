@@ -35,6 +35,10 @@ ALLOWED = {
         "what a rank hands to its own child by an inherited socket; answers are JSON",
     ),
     ("megarl/environments/environment_process.py", "pickle.loads"): (2, "what a rank hands to its own child, likewise"),
+    ("megarl/megatron/dist_checkpoint.py", "dist.gather_object"): (
+        1,
+        "behind the same hash, as Megatron's saves",
+    ),
     ("megarl/checkpoint/dist_checkpoint_reader.py", "pickle.Unpickler"): (1, "finds no class but those that it lists"),
     ("megarl/rehearse/rehearsal.py", "pickle.loads"): (1, "what its own child has written to a folder of this user"),
     ("megarl/rewards/code/answering.py", "exec"): (4, "a policy's program, in the sandbox"),

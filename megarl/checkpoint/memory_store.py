@@ -61,14 +61,33 @@ def record_path(run_dir: Path) -> Path:
 
 
 def read_record(run_dir: Path) -> tuple[str, int]:
-    """Return the id that names the folders of a run's checkpoints in memory, and their newest step; "" without any."""
+    """Return the id that names the folders of a run's checkpoints in memory, and their newest step; "" without any.
+
+    A record that was copied with the folder of another run does not count.
+    """
     try:
         tree = json.loads(record_path(run_dir).read_text(encoding="utf-8"))
-        name, step = tree["id"], tree["step"]
+        name, step, folder = tree["id"], tree["step"], tree["run_dir"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return "", 0
     is_valid = isinstance(name, str) and re.fullmatch("[0-9a-f]{16}", name) and type(step) is int
-    return (name, step) if is_valid else ("", 0)
+    return (name, step) if is_valid and folder == str(run_dir.resolve()) else ("", 0)
+
+
+def write_record(run_dir: Path, name: str, step: int) -> None:
+    """Write what `read_record` returns. Raises OSError."""
+    path = record_path(run_dir)
+    partial = path.with_suffix(".tmp")
+    partial.write_text(json.dumps({"id": name, "step": step, "run_dir": str(run_dir.resolve())}))
+    partial.replace(path)
+
+
+def forget_step(run_dir: Path) -> int:
+    """Return the recorded step, 0 if there is none, and record none. Raises OSError."""
+    name, step = read_record(run_dir)
+    if step:
+        write_record(run_dir, name, 0)
+    return step
 
 
 class MemoryStore:
@@ -97,7 +116,10 @@ class MemoryStore:
         self._copies: Copies | None = None
         self._server: FileServer | None = None
         try:
-            self._id = ranks.run_on_all(self._read_id, rank_zero_only=True)[0]
+            record = ranks.run_on_all(self._read_record, rank_zero_only=True)[0]
+            assert record is not None
+            self._id, self.recorded_step = record
+            """The step of the newest checkpoint when this was created, 0 if there was none."""
             self.folder = memory_dir / f"{PREFIX}{os.getuid()}-{self._id}"
             ranks.run_on_all(self._open_folder)
             self.nodes = self._find_nodes()
@@ -112,17 +134,11 @@ class MemoryStore:
 
     # --- nodes ---------------------------------------------------------------------------------------------------
 
-    def _read_id(self) -> str:
+    def _read_record(self) -> tuple[str, int]:
         name, step = read_record(self.run_dir)
         name = name or secrets.token_hex(8)
-        self._write_record(name, step)
-        return name
-
-    def _write_record(self, name: str, step: int) -> None:
-        path = record_path(self.run_dir)
-        partial = path.with_suffix(".tmp")
-        partial.write_text(json.dumps({"id": name, "step": step}))
-        partial.replace(path)
+        write_record(self.run_dir, name, step)
+        return name, step
 
     def _open_folder(self) -> None:
         """Create this run's folder on the node, and lock it against removal while this process lives."""
@@ -353,7 +369,7 @@ class MemoryStore:
     def _record_step(self, step: int) -> None:
         """Record the newest step for launchers, which do not know the nodes' folders."""
         try:
-            self._write_record(str(self._id), step)
+            write_record(self.run_dir, self._id, step)
         except OSError as error:
             self._log(f"{record_path(self.run_dir)} cannot be written: {error}")
 
@@ -365,7 +381,8 @@ class MemoryStore:
         """Remove other checkpoints in a thread: to free many gigabytes takes seconds."""
         for path in list(self.folder.glob("step_*")):
             if path != final and path.suffix != ".tmp":
-                path.rename(path.with_suffix(".tmp"))
+                with contextlib.suppress(OSError):  # the next save removes it
+                    path.rename(path.with_suffix(".tmp"))
         self._removal = threading.Thread(target=self._remove_partial, name="checkpoint")  # `begin` waits for it
         self._removal.start()
 
@@ -493,7 +510,7 @@ class MemoryStore:
         return folder
 
     def _verify(self, folder: Path, files: Mapping[str, Entry], names: Iterable[str]) -> list[str]:
-        """Return those of the files that are here and undamaged; remove damaged ones."""
+        """Return the intact files of this node; remove damaged ones."""
         intact = []
         for name in names:
             try:

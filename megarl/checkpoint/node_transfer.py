@@ -30,6 +30,8 @@ Address = tuple[str, int]
 
 STALL_TIMEOUT_S = 60.0
 """Seconds without a byte after which a transfer fails: the other node is gone."""
+ANSWER_TIMEOUT_S = 900.0
+"""Seconds in which the receiver has to bring a file to its disk and verify it."""
 _CHUNK_BYTES = 4 << 20
 _MAX_MESSAGE_BYTES = 1 << 16
 _NONCE_BYTES = 16
@@ -134,7 +136,12 @@ def send_file(address: Address, path: Path, name: str, entry: Entry, ended: Call
             if ended():
                 raise InterruptedError("the run has ended")
             connection.sendall(chunk)
-        _raise_refusal(_receive_message(connection, f"answer {nonce.hex()}"))
+        connection.settimeout(ANSWER_TIMEOUT_S)
+        try:
+            answer = _receive_message(connection, f"answer {nonce.hex()}")
+        except TimeoutError:
+            raise OSError(f"{address[0]} has not confirmed {name} within {ANSWER_TIMEOUT_S:g} s") from None
+        _raise_refusal(answer)
 
 
 def fetch_file(address: Address, name: str, path: Path, entry: Entry) -> None:

@@ -45,8 +45,6 @@ class BackgroundWrite:
 
     def _run(self) -> None:
         try:
-            thread_id = threading.get_native_id()
-            os.setpriority(os.PRIO_PROCESS, thread_id, min(19, os.getpriority(os.PRIO_PROCESS, thread_id) + NICENESS))
             self._written.set_result(self._work(self._cancelled.is_set))
         except BaseException as error:  # noqa: B036  raised by `result`
             self._written.set_exception(error)
@@ -65,6 +63,12 @@ class BackgroundWrite:
         """Ask the task to stop, and wait for at most `CANCEL_TIMEOUT_S`."""
         self._cancelled.set()
         self._thread.join(CANCEL_TIMEOUT_S)
+
+
+def lower_priority() -> None:
+    """Let this thread's work take less of the cores than training. Not for work that an update may wait for."""
+    thread_id = threading.get_native_id()
+    os.setpriority(os.PRIO_PROCESS, thread_id, min(19, os.getpriority(os.PRIO_PROCESS, thread_id) + NICENESS))
 
 
 def rng_file_name() -> str:

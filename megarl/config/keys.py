@@ -76,9 +76,9 @@ class RunConfig:
     memory_save_every: NonNegativeInt = 0
     """Steps between checkpoints in the memory of the nodes, in addition to those on disk (`save_every`); 0 disables
     them. They take seconds where the disk takes minutes. Each rank's part is also on another node, so a restart
-    continues from the newest one even if a node has been lost. Memory holds up to two of them."""
+    continues from the newest one, with several nodes even if one has been lost. Memory holds up to two of them."""
     memory_dir: PathStr = "/dev/shm"
-    """Folder for them on each node, in memory or on a disk of its own; each run has a folder in it."""
+    """Folder on each node for checkpoints in memory: on tmpfs, or on a disk of the node. Each run has one in it."""
     keep_checkpoints: PositiveInt = 2
     """Number of checkpoints to keep on disk."""
     eval_every: NonNegativeInt = 0

@@ -104,7 +104,7 @@ ALIGNMENT = 64
 class StagingBuffer:
     """One host allocation for all copies of a save, reused from save to save.
 
-    New pages cost more than the copy into them. Copies are valid until the next call.
+    New pages cost more than the copy into them. Tensors are valid until the next call.
     """
 
     def __init__(self) -> None:
@@ -179,6 +179,7 @@ class DeferredCopy:
             for source, target in self._pairs:
                 target.copy_(source)
         else:
+            torch.cuda.set_device(self._stream.device)  # a new thread has GPU 0, and would take memory there
             with torch.cuda.stream(self._stream):
                 _copy_in_pieces(self._pairs, self._stream)
 

@@ -10,7 +10,6 @@ import contextlib
 import fcntl
 import os
 import shutil
-import stat
 import tempfile
 import time
 from collections.abc import Callable
@@ -68,7 +67,7 @@ def is_stale(path: str, min_age_s: float) -> bool:
         return False
     try:
         info = os.fstat(folder)
-        is_private = info.st_uid == os.geteuid() and stat.S_IMODE(info.st_mode) == 0o700
+        is_private = info.st_uid == os.geteuid() and info.st_mode & 0o777 == 0o700
         if not is_private or time.time() - info.st_ctime < min_age_s:
             return False
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from megarl.checkpoint.memory_store import forget_step, read_record, write_record
 
 RunRanks = Callable[..., list[dict[str, Any]]]
 
@@ -50,3 +53,12 @@ def test_any_lost_node_is_replaced_by_copies(tmp_path: Path, run_ranks: RunRanks
         (line,) = report["log_of_two"]
         assert line.startswith("skipping checkpoint of step 6 in memory: no node has actor/__0_0.distcp")
         assert report["cleared"] == [False, False, False]
+
+
+def test_record_of_a_copied_run_does_not_count(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    write_record(tmp_path / "run", "0" * 16, 5)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    assert read_record(tmp_path / "copy") == ("", 0) and forget_step(tmp_path / "copy") == 0
+    assert read_record(tmp_path / "run") == ("0" * 16, 5)
+    assert forget_step(tmp_path / "run") == 5 and read_record(tmp_path / "run") == ("0" * 16, 0)

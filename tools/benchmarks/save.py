@@ -145,7 +145,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens", type=int_in_range(1024, 1 << 24), default=4096, help="of a step, a multiple of 1024"
     )
-    parser.add_argument("--rounds", type=int_in_range(most=1000), default=5, help="of three series each")
+    parser.add_argument("--rounds", type=int_in_range(most=1000), default=5, help="of four series each")
     parser.add_argument("--folder", type=Path, help="where to write; by default where the system says")
     parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="where to write in memory")
 
