@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import io
 import json
 import os
 import re
@@ -26,7 +25,7 @@ import torch
 from megarl.checkpoint import disk_space, manifest
 from megarl.checkpoint.manifest import Entry, sync
 from megarl.checkpoint.node_transfer import Address, FileServer, fetch_file, find_address, send_file
-from megarl.checkpoint.store import BackgroundWrite, RankWrite, StorageError, capture_rng_state, rng_file_name
+from megarl.checkpoint.store import BackgroundWrite, RankWrite, StorageError, capture_state
 from megarl.config import ConfigError
 from megarl.launch.restarts import MEMORY_RECORD
 from megarl.parallel import ranks
@@ -226,8 +225,7 @@ class MemoryStore:
         assert self._pending is None, "call finish first"
         final = self.folder / f"step_{step:06d}"
         partial = final.with_suffix(".tmp")
-        text, states = json.dumps(host), io.BytesIO()
-        torch.save(capture_rng_state(), states)
+        write_state = capture_state(host)
 
         def prepare_folder() -> None:
             if self._is_node_lead:
@@ -243,11 +241,7 @@ class MemoryStore:
             part = stage(partial)
 
             def work(ended: Callable[[], bool]) -> dict[Path, Entry]:
-                written = dict(part.write(ended))
-                contents = {partial / rng_file_name(): states.getbuffer()}
-                if ranks.is_lead():
-                    contents[partial / "host.json"] = memoryview(text.encode())
-                written |= {path: manifest.write_content(path, content) for path, content in contents.items()}
+                written = {**part.write(ended), **write_state(partial)}
                 self._send(written, ended)
                 return written
 
@@ -381,7 +375,7 @@ class MemoryStore:
         """Remove other checkpoints in a thread: to free many gigabytes takes seconds."""
         for path in list(self.folder.glob("step_*")):
             if path != final and path.suffix != ".tmp":
-                with contextlib.suppress(OSError):  # the next save removes it
+                with contextlib.suppress(OSError):  # the next save tries again
                     path.rename(path.with_suffix(".tmp"))
         self._removal = threading.Thread(target=self._remove_partial, name="checkpoint")  # `begin` waits for it
         self._removal.start()

@@ -111,6 +111,23 @@ def reseed(step: int) -> None:
         tensor_parallel.model_parallel_cuda_manual_seed(step + 1)
 
 
+def capture_state(host: dict[str, Any]) -> Callable[[Path], dict[Path, Entry]]:
+    """Capture this rank's random states and the loop's state; return a function that writes them into a folder.
+
+    The function returns the entries of the files, and raises OSError. The first rank alone writes `host`.
+    """
+    text, states = json.dumps(host), io.BytesIO()
+    torch.save(capture_rng_state(), states)
+
+    def write(folder: Path) -> dict[Path, Entry]:
+        contents = {folder / rng_file_name(): states.getbuffer()}
+        if ranks.is_lead():
+            contents[folder / "host.json"] = memoryview(text.encode())
+        return {path: manifest.write_content(path, content) for path, content in contents.items()}
+
+    return write
+
+
 class StorageError(ConfigError):
     """A checkpoint could not be written. Earlier ones are intact, and training can continue."""
 
@@ -169,8 +186,7 @@ class CheckpointStore:
             raise RuntimeError(f"{self._pending.final} is still being written")
         final = self.folder / f"step_{step:06d}"
         partial = final.with_suffix(".tmp")
-        text, states = json.dumps(host), io.BytesIO()
-        torch.save(capture_rng_state(), states)
+        write_state = capture_state(host)
 
         def prepare_folder() -> None:
             self._remove_partial()
@@ -178,14 +194,10 @@ class CheckpointStore:
             partial.mkdir(parents=True)
 
         def start_write() -> None:
-            part, rng_file = stage(partial), partial / rng_file_name()
+            part = stage(partial)
 
             def work(ended: Callable[[], bool]) -> dict[Path, Entry]:
-                written = dict(part.write(ended))
-                contents = {rng_file: states.getbuffer()}
-                if ranks.is_lead():
-                    contents[partial / "host.json"] = memoryview(text.encode())
-                return written | {path: manifest.write_content(path, content) for path, content in contents.items()}
+                return {**part.write(ended), **write_state(partial)}
 
             self._pending = _PendingSave(final, partial, part.finish, BackgroundWrite(work))
 

@@ -155,9 +155,9 @@ class ParallelConfig:
     """Context parallel size: each rank has two chunks of every sequence, which is padded to a multiple of 2 cp
     tokens."""
     dynamic_cp: bool = False
-    """Let each micro-batch have a context parallel size of its own: `cp` only for sequences that need it, which is the
-    largest, and 1 for those within `train.max_tokens_per_gpu`. Ranks of a context parallel group then compute several
-    micro-batches at a time."""
+    """Choose a context parallel size for each micro-batch: the largest, `cp`, for sequences that need it, and down to 1
+    for those within `train.max_tokens_per_gpu`. With smaller sizes, the ranks of a context parallel group compute
+    several micro-batches at a time."""
     ep: Ranks = 1
     """Expert parallel size; EP x ETP ranks are taken from TP x CP x DP."""
     etp: Ranks = 1

@@ -32,8 +32,8 @@ class MicroBatchPlan(list[list[list[int]]]):
     """
 
     widths: tuple[int, ...]
-    """[micro-batches] the number of rows, from a multiple of it on, that compute a micro-batch together. They list the
-    same sequences. All 1 without dynamic context parallelism."""
+    """[micro-batches] how many rows compute a micro-batch together: with width 2 rows 0 and 1, 2 and 3, and so on,
+    which list the same sequences. All 1 without dynamic context parallelism."""
 
     def __init__(self, rows: Iterable[list[list[int]]], widths: Iterable[int] = ()) -> None:
         super().__init__(rows)

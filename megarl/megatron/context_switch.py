@@ -1,9 +1,9 @@
 """Dynamic context parallelism: the context parallel groups of a micro-batch, in Megatron's globals and modules.
 
 Megatron has the groups in globals of `parallel_state`, and its modules took them from there when they were built. With
-`parallel.dynamic_cp` each micro-batch has its own, which hold for its forward pass and for its backward pass, where
-layers are recomputed and which pipelines run after the forward passes of other micro-batches. All other groups, such
-as those of gradients and experts, stay.
+`parallel.dynamic_cp` each micro-batch has its own. They are set for its forward pass, and again for its backward pass:
+pipelines run other micro-batches in between, and recomputed layers read the groups once more. All other groups, such as
+those of gradients and experts, stay.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megarl.parallel.ranks import Ranks, set_context_groups
 
 
 class ContextSwitch:
-    """Sets the context parallel size that a model's chunks compute with. Call within the model's `use_layout`."""
+    """Switch of the context parallel size that a model's chunks compute with. Call within the model's `use_layout`."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module], ranks: Ranks) -> None:
         self._groups, self._whole = ranks.context_groups, ranks.cp
@@ -62,7 +62,7 @@ class ContextSwitch:
             delta_net.feat_dim_split = [part * delta_net.cp_size // size for part in delta_net.feat_dim_split]
             delta_net.cp_size = size  # which divides the features
 
-    def follow(self, output: torch.Tensor) -> None:
+    def restore_in_backward(self, output: torch.Tensor) -> None:
         """Set the current size again when the backward pass reaches a chunk's output, and so its first layer."""
         size = self._size
         if output.requires_grad:

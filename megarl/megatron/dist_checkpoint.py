@@ -64,7 +64,7 @@ class SavePlan(NamedTuple):
 
 
 class SaveSlot:
-    """What the saves of a model have in common: the plan of the last one, and the memory of its copies."""
+    """Plan and host memory that the saves of a model reuse."""
 
     def __init__(self) -> None:
         self.plan: SavePlan | None = None

@@ -559,7 +559,7 @@ class MegatronModel:
                 **output_kwargs,
                 **image_kwargs,
             )
-            self._context.follow(output)
+            self._context.restore_in_backward(output)
             return output, partial(loss_func, micro)
 
         with self._context.restore():

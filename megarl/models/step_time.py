@@ -132,7 +132,7 @@ class StepTime:
 def context_costs(hf: HFConfig, sizes: Sequence[int], tp: int, ranks_per_node: int) -> tuple[tuple[int, float], ...]:
     """Return each context parallel size, with the exposed seconds of communication over those of arithmetic.
 
-    Of a training step without recomputation, without the quadratic part of attention.
+    Both are those of a training step without recomputation; arithmetic is without the quadratic part of attention.
     """
     machine, settings = GPUSpec(), family_of(hf).megatron_config(hf)
     arithmetic = 6 * active_params(hf) / machine.flops

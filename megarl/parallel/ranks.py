@@ -34,7 +34,7 @@ class Job:
 
 @dataclass(frozen=True)
 class ContextGroups:
-    """The ranks that compute a micro-batch together, apart from pipeline stages."""
+    """Groups of the ranks of a pipeline stage that compute a micro-batch together."""
 
     cp: dist.ProcessGroup
     tp_cp: dist.ProcessGroup  # of all of their tensor parallel ranks
