@@ -66,9 +66,10 @@ def test_ppo_of_an_fp8_deepseek_with_python(tmp_path: Path, host: str) -> None:
     train(quickstart, tmp_path / "run", *common, *ppo, host=host)
     rows = read_steps(tmp_path / "run")
     assert [row["step"] for row in rows] == [1, 2]
-    for row in rows:
-        # Noise of bf16, and after the first update of the rounding to FP8, which the trainer does not do.
-        assert row["rollout/logprob_diff_mean"] < 0.1 and row["rollout/aborted_frac"] == 0
+    # Noise of bf16, and after the first update of the rounding to FP8, which the trainer does not do: it moves a few
+    # tokens far. Weights themselves are compared by `verify_weights_every`.
+    for row, largest in zip(rows, (0.02, 0.5), strict=True):
+        assert row["rollout/logprob_diff_mean"] < largest and row["rollout/aborted_frac"] == 0
         assert row["actor/grad_norm"] > 0 and row["critic/grad_norm"] > 0
     rollouts = [rollout for step in (1, 2) for rollout in read_rollouts(tmp_path / "run", step)]
     solved = [rollout for rollout in rollouts if rollout.tool_calls and not rollout.tool_errors]

@@ -57,7 +57,7 @@ class MockModel(MegatronModel):
         no_ops = dict.fromkeys(("zero_grad", "prepare_grads", "step"), lambda: None)
         self.optimizer = SimpleNamespace(get_grad_norm=lambda: 1.0, **no_ops)
         self.scheduler = SimpleNamespace(step=lambda by: None, get_lr=lambda group: 0.0)  # type: ignore[assignment]
-        self.rounds_experts, self.index_shape = False, None
+        self.rounds_experts, self.index_shape, self._pending_copy = False, None, None
         self.replay_shape, self.layers = None, tuple[int, ...]()
         if role == "actor" and shape.layers:
             self.replay_shape = routing_shape(shape)
