@@ -11,6 +11,7 @@ exit status of each rank, None for ranks that were killed after the timeout. The
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import json
 import os
@@ -71,6 +72,7 @@ def fork(order: dict[str, Any], rank: int) -> int:
             os.execve(sys.executable, [sys.executable, "-W", "ignore", order["script"], *order["args"]], environment)
         os.environ.clear()
         os.environ.update(environment)
+        faulthandler.enable()  # else a signal would leave no trace of where
         random.seed()
         sys.argv = [order["script"], *order["args"]]
         search_path = [str(Path(order["script"]).parent), *environment.get("PYTHONPATH", "").split(os.pathsep)]
