@@ -247,7 +247,7 @@ class HybridFlow:
         if alarm := self.spread.check(self.step, metrics):
             self.log.alarm(alarm)
         metrics |= self.loader.epoch_metrics() | self.clock.lap(self.step)
-        self.log.timeline.write(self.clock.drain_spans())
+        self.log.write_spans(self.clock.drain_spans())
         self.profile.end(self.step)
         if result.batch is not None:
             metrics |= batch_metrics(result.batch, metrics["time/step"], self.job.world)
@@ -399,7 +399,7 @@ class HybridFlow:
                 wait_listeners.set_wait_listener(None)
                 wait_listeners.set_progress_listener(None)
                 self.profile.close()
-                self.log.timeline.write(self.clock.drain_spans())
+                self.log.write_spans(self.clock.drain_spans())
             self.log.close()
             if is_finished:
                 row_exchange.close_row_exchange()

@@ -48,6 +48,7 @@ from megarl.environments.ready.calculator import calculator
 from megarl.models.memory import ModelVariant, stage_elements
 from megarl.models.registry import load_hf_config
 from megarl.observe.rollout_log import read_records, read_rollouts
+from megarl.observe.trackers.prometheus import sanitize_metric
 from megarl.rollout.partial_rollouts import read_groups
 
 
@@ -128,6 +129,15 @@ def test_reward_model_scores_match_transformers(ppo_run: Path, reward_run: Path)
     assert max(scores) - min(scores) > 0.01
     (row,) = [row for row in read_metrics(ppo_run) if row["step"] == 2 and "reward/model" in row]
     assert row["reward/model"] == pytest.approx(sum(scores) / len(scores), abs=1e-4)
+
+
+def test_grafana_board_shows_metrics_of_a_run(ppo_run: Path) -> None:
+    names = {sanitize_metric(name) for row in read_metrics(ppo_run) for name in row}
+    names |= {"megarl_step_time_seconds", "megarl_alarms_total"}
+    board = json.loads((ROOT / "docs/grafana.json").read_text())
+    queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    used = {name for query in queries for name in re.findall(r"megarl_\w+", query)}
+    assert len(used) > 30 and used <= names
 
 
 def test_ppo_trains_three_steps(ppo_run: Path) -> None:

@@ -318,10 +318,12 @@ class LoraConfig:
 
 @dataclass(frozen=True)
 class TrackConfig:
-    trackers: tuple[Literal["tensorboard", "wandb", "swanlab", "mlflow"], ...] = ("tensorboard",)
+    trackers: tuple[Literal["tensorboard", "wandb", "swanlab", "mlflow", "prometheus"], ...] = ("tensorboard",)
     """Trackers that receive the metrics, in addition to metrics.jsonl. W&B, SwanLab and MLflow read keys and projects
-    from their own environment variables (WANDB_API_KEY, WANDB_MODE=offline, ...); without key or network the run
-    continues."""
+    from their own environment variables (WANDB_API_KEY, WANDB_MODE=offline, ...), Prometheus its port from
+    MEGARL_PROMETHEUS_PORT; without key, network or port the run continues."""
+    opentelemetry: bool = False
+    """Send the timeline's spans by OTLP to OTEL_EXPORTER_OTLP_ENDPOINT: each step is a trace of all ranks."""
     save_rollouts: bool = True
     """Record every rollout in the run folder, as parquet."""
     save_replay_data: bool = True

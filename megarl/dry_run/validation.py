@@ -43,6 +43,7 @@ from megarl.models.sparse_indices import index_shape
 from megarl.observe.guards import check_guards
 from megarl.observe.profiler import check_profile
 from megarl.observe.replayed_rollouts import check_replay
+from megarl.observe.span_export import check_span_export
 from megarl.observe.tracker import check_trackers
 from megarl.observe.webhook import resolve_webhook
 from megarl.parallel import device
@@ -260,6 +261,7 @@ def validate(
     passes(check_guards, config, declared, warnings)
     passes(resolve_webhook, config.track.webhook)
     passes(check_trackers, config.track.trackers)
+    passes(check_span_export, config.track.opentelemetry)
     passes(check_profile, config)
     reward = registered.get("reward", RegisteredWorker())
     is_reward_builtin = "reward" in declared.roles and is_builtin(config, declared, "reward", reward)

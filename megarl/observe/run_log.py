@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import secrets
 import time
 import traceback
 import warnings
@@ -15,13 +16,14 @@ import numpy as np
 import torch
 
 from megarl.config import Config, ConfigError
-from megarl.observe.clock import Timeline
+from megarl.observe.clock import Span, Timeline
 from megarl.observe.guards import Guards
 from megarl.observe.health_bands import load_bands
 from megarl.observe.progress import Progress
 from megarl.observe.rollout_log import RolloutLog, policy_folder, remove_after
 from megarl.observe.rollout_table import TrainerLogprobs
 from megarl.observe.run_folder import Change, RunFolder, claim, redact_config
+from megarl.observe.span_export import SpanExporter
 from megarl.observe.step_record import GenerateCall, StepRecord, make_step_record
 from megarl.observe.tracker import Tracker
 from megarl.observe.trackers.adapter import make_rows
@@ -89,7 +91,11 @@ class RunLog:
                 policy: RolloutLog(policy_folder(self.run_dir, policy), *settings, vocab_hash)
                 for policy, vocab_hash in (vocab_hashes or {"": ""}).items()
             }
-        self.timeline = Timeline(self.run_dir, job.rank, self._warn)
+        self._timeline = Timeline(self.run_dir, job.rank, self._warn)
+        self._span_exporter: SpanExporter | None = None
+        if config.track.opentelemetry:
+            run_id = ranks.broadcast_object(secrets.token_hex(16))
+            self._span_exporter = SpanExporter(self.run_dir.resolve().name, run_id, job.rank, self._warn)
         if self._folder is None or not self._folder.is_resumed:
             self._pending_lines = None
         self.log(f"run folder {self.run_dir}")
@@ -121,6 +127,12 @@ class RunLog:
             self._append_line(text)
         for change in changes:
             self.log(f"changed, from step {step + 1} on: {change}")
+
+    def write_spans(self, spans: Sequence[Span]) -> None:
+        """Write this rank's spans to the timeline, and send them with `track.opentelemetry`."""
+        self._timeline.write(spans)
+        if self._span_exporter is not None:
+            self._span_exporter.write(spans)
 
     def alarm(self, text: str) -> None:
         """Raise an alarm: log it, send it to the trackers, and post it to `track.webhook`."""
@@ -300,6 +312,8 @@ class RunLog:
             rollouts.close()
         if self._tracker is not None:
             self._tracker.close()
+        if self._span_exporter is not None:
+            self._span_exporter.close()
         if self._webhook is not None:  # last, since the others may still raise alarms
             self._webhook.close()
             self._check_webhook()

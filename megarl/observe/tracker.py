@@ -22,15 +22,17 @@ class TrackerInfo(NamedTuple):
 
     title: str
     class_name: str  # of the adapter
+    package: str  # what the adapter imports
     distribution: str  # what pip installs
 
 
-# By the name of the tracker's package, which is also that of the adapter's module.
+# By the name of the adapter's module.
 TRACKERS = {
-    "tensorboard": TrackerInfo("TensorBoard", "TensorBoard", "tensorboard"),
-    "wandb": TrackerInfo("W&B", "Wandb", "wandb"),
-    "swanlab": TrackerInfo("SwanLab", "SwanLab", "swanlab"),
-    "mlflow": TrackerInfo("MLflow", "MLflow", "mlflow-skinny"),
+    "tensorboard": TrackerInfo("TensorBoard", "TensorBoard", "tensorboard", "tensorboard"),
+    "wandb": TrackerInfo("W&B", "Wandb", "wandb", "wandb"),
+    "swanlab": TrackerInfo("SwanLab", "SwanLab", "swanlab", "swanlab"),
+    "mlflow": TrackerInfo("MLflow", "MLflow", "mlflow", "mlflow-skinny"),
+    "prometheus": TrackerInfo("Prometheus", "Prometheus", "prometheus_client", "prometheus-client"),
 }
 
 
@@ -40,7 +42,7 @@ def check_trackers(names: Sequence[str]) -> None:
         if list(names).count(name) > 1:
             raise ConfigError(f"track.trackers: {name} is named twice; name each tracker once")
         try:
-            is_installed = importlib.util.find_spec(name) is not None
+            is_installed = importlib.util.find_spec(TRACKERS[name].package) is not None
         except (ImportError, ValueError):
             is_installed = False
         if not is_installed:

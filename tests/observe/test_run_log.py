@@ -41,13 +41,13 @@ def test_each_rank_writes_its_timeline_and_warns_once_of_a_failing_disk(tmp_path
     span = Span("step 1", "step", "main", 1.0, 2.0)
     logs = [RunLog(config(tmp_path), job(rank)) for rank in (0, 1)]
     for log in logs:
-        log.timeline.write([span])
+        log.write_spans([span])
     assert all(timeline_file(tmp_path, rank).is_file() for rank in (0, 1))
     shutil.rmtree(tmp_path / "timeline")
     (tmp_path / "timeline").write_text("no folder")
     with pytest.warns(UserWarning, match="could not write the timeline") as printed:
-        logs[1].timeline.write([span])
-        logs[1].timeline.write([span])
+        logs[1].write_spans([span])
+        logs[1].write_spans([span])
     assert len(printed) == 1
     for log in logs:
         log.close()

@@ -55,7 +55,7 @@ def test_rejects_trackers_that_are_not_installed(monkeypatch: pytest.MonkeyPatch
     check_trackers(["tensorboard"])
     with pytest.raises(ConfigError, match="track.trackers: tensorboard is named twice"):
         check_trackers(["tensorboard", "tensorboard"])
-    monkeypatch.setitem(TRACKERS, "no_package", TRACKERS["wandb"])
+    monkeypatch.setitem(TRACKERS, "no_package", TRACKERS["wandb"]._replace(package="no_package"))
     with pytest.raises(ConfigError, match="track.trackers: no_package is not installed; run `pip install wandb`"):
         check_trackers(["tensorboard", "no_package"])
     with pytest.raises(ConfigError, match="did you mean wandb"):
