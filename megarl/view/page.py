@@ -24,9 +24,9 @@ from megarl.view.divergence import find_divergence
 from megarl.view.rollout_details import Detail, TokenDecoder, load_decoder, read_details, tokenizer_folders
 from megarl.view.rollout_files import Notes
 from megarl.view.rollout_index import Index, IndexReader
-from megarl.view.run_data import RunData, read_run
+from megarl.view.run_data import RunData, read_run, read_texts
 
-SCRIPTS = "blocks elements query grid curves phases table tokens prompts compare main".split()
+SCRIPTS = "blocks elements query grid curves phases table tokens prompts compare configuration files main".split()
 """MegaRL's scripts in load order."""
 MAX_INLINE_BYTES = 12 << 20
 """Size limit of inline rollout indices; larger ones go to a file beside the page."""
@@ -117,6 +117,7 @@ def write_page(runs: Sequence[RunData], file: Path, max_rollouts: int = DEFAULT_
                 num_rollouts += len(part)
         blocks["overview"]["runs"][run_index]["notes"] += [note for note in notes if note not in run.notes]
         blocks[f"files-{run_index}"] = files_by_step
+        blocks[f"texts-{run_index}"] = read_texts(run.path)
         name, content = f"index-{run_index}", run.index.to_dict()
         if sum(len(column["data"]) for column in content["columns"].values()) <= MAX_INLINE_BYTES // len(runs):
             blocks[name] = content

@@ -21,14 +21,14 @@ from megarl.view.page import SpanLoader, build_overview, find_divergences, load,
 from megarl.view.rollout_details import TokenDecoder, load_decoder, read_details
 from megarl.view.rollout_files import Notes
 from megarl.view.rollout_index import IndexReader
-from megarl.view.run_data import RunData
+from megarl.view.run_data import RunData, read_texts
 
 HOSTS = ("127.0.0.1", "localhost")
 REFRESH_S = 5.0
 """Loaded runs are served from memory for this long."""
 _PATH = re.compile(r"/([\w-]{20,100})/(?:(?:data/)([a-z0-9-]{1,80})\.js)?(?:\?\d{1,20})?")
 _TOKENS = re.compile(r"tokens-(\d{1,3})-(\d{1,12})-(\d{1,9})")
-_INDEX = re.compile(r"index-(\d{1,3})")
+_INDEX, _TEXTS = re.compile(r"index-(\d{1,3})"), re.compile(r"texts-(\d{1,3})")
 
 
 class Server(ThreadingHTTPServer):
@@ -77,6 +77,8 @@ class Server(ThreadingHTTPServer):
             return render_block(name, self.overview())
         if (match := _INDEX.fullmatch(name)) and int(match[1]) < len(self._paths):
             return render_block(name, self.get_runs()[int(match[1])].index.to_dict())
+        if (match := _TEXTS.fullmatch(name)) and int(match[1]) < len(self._paths):
+            return render_block(name, read_texts(self._paths[int(match[1])]))
         if (match := _TOKENS.fullmatch(name)) and int(match[1]) < len(self._paths):
             run, step, number = map(int, match.groups())
             with self._lock:

@@ -1,4 +1,4 @@
-"""Load run-level data for the page: metrics by step, bands and alarms.
+"""Load run-level data for the page: configuration, metrics by step, bands, alarms, logs and code.
 
 The folder may be incomplete, empty, of another version, or of a run in progress. Everything readable is loaded; each
 problem becomes a note in `notes`.
@@ -18,9 +18,11 @@ from typing import Any
 import numpy as np
 import yaml
 
-from megarl.config import ConfigError, load_config
+from megarl.config import Config, ConfigError, load_config, to_dict
+from megarl.config.strict import list_keys
 from megarl.observe.health_bands import BANDS, Band, load_bands
 from megarl.observe.tracker import collect_metrics, iter_lines
+from megarl.utils import exact_json
 from megarl.utils.text import one_line
 from megarl.view.column_codec import pack
 from megarl.view.rollout_index import Index
@@ -28,6 +30,11 @@ from megarl.view.rollout_index import Index
 _ALARM = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)  ALARM: (.*)")
 _STEP = re.compile(r"\bstep (\d{1,12})\b")
 MAX_ALARMS = 1000
+_SECTIONS = {key.rpartition(".")[0] for key, _ in list_keys(Config())}
+MAX_VALUE_CHARS = 2000
+"""Characters of a key's value."""
+MAX_FILES, MAX_FILE_BYTES = 100, 100_000
+"""Files of `read_texts`, and how much of the end of each is read."""
 
 
 @dataclass
@@ -35,7 +42,10 @@ class RunData:
     """Run-level data of one run folder.
 
     Args:
+        config: text of each key's value, by key.
+        changed_keys: keys that are not at their default.
         metrics: by step.
+        times: when each step's metrics were logged, in seconds since the Unix epoch.
         has_band_alarms: whether the run's guards watch `bands`.
         alarms: (step, time, text).
         index: the rollouts; empty until `page.load` has read it.
@@ -46,7 +56,10 @@ class RunData:
     name: str
     algorithm: str = "?"
     is_running: bool = False
+    config: dict[str, str] = field(default_factory=dict)
+    changed_keys: list[str] = field(default_factory=list)
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
+    times: dict[int, float] = field(default_factory=dict)
     bands: dict[str, Band] = field(default_factory=dict)
     has_band_alarms: bool = False
     alarms: list[tuple[int, str, str]] = field(default_factory=list)
@@ -75,7 +88,10 @@ class RunData:
             "path": str(self.path),
             "algorithm": self.algorithm,
             "is_running": self.is_running,
+            "config": self.config,
+            "changed_keys": self.changed_keys,
             "steps": steps,
+            "times": [self.times.get(step) for step in steps],
             "metrics": columns,
             "bands": bands,
             "has_band_alarms": self.has_band_alarms,
@@ -128,6 +144,9 @@ def _read_config(run: RunData) -> None:
         if not isinstance(tree, dict):
             raise ValueError("it is not a mapping")
         run.algorithm = str(tree.get("algorithm", "?"))
+        run.config = _flatten(tree)
+        defaults = _flatten(to_dict(Config()))
+        run.changed_keys = [key for key, value in run.config.items() if value != defaults.get(key)]
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         run.notes.append(f"{file} cannot be read ({one_line(error, 200)}); using the default bands")
         return
@@ -138,6 +157,19 @@ def _read_config(run: RunData) -> None:
     except (ConfigError, OSError, ValueError, RecursionError, TypeError) as error:
         problem = one_line(error, 200).partition(" (known here:")[0]  # the list is long, and that of this version
         run.notes.append(f"{file} is of another version of MegaRL ({problem}); using the default bands")
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Return the values of a configuration as text by `section.key`. Lists, and maps below a key, stay together."""
+    texts: dict[str, str] = {}
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value and key in _SECTIONS:
+            texts |= _flatten(value, f"{key}.")
+        else:
+            is_plain = isinstance(value, (str, int, float)) and not isinstance(value, bool)
+            texts[key] = (str(value) if is_plain else exact_json.dumps(value))[:MAX_VALUE_CHARS]
+    return texts
 
 
 def _read_metrics(run: RunData) -> None:
@@ -158,6 +190,9 @@ def _read_metrics(run: RunData) -> None:
         elif number <= text.count("\n") or not run.is_running:  # a running process may be writing the last line
             invalid_lines.append(number)
     run.metrics = collect_metrics(rows)
+    for row in rows:
+        if "time" in row:
+            run.times[row["step"]] = max(float(row["time"]), run.times.get(row["step"], 0.0))
     if invalid_lines:
         more = f" and {len(invalid_lines) - 1} more" if len(invalid_lines) > 1 else ""
         run.notes.append(f"{file}: line {invalid_lines[0]}{more} cannot be read and is excluded")
@@ -180,3 +215,27 @@ def _read_alarms(run: RunData) -> None:
     if len(alarms) > MAX_ALARMS:
         run.notes.append(f"{file} has {len(alarms)} alarms; the last {MAX_ALARMS} are shown")
     run.alarms = alarms[-MAX_ALARMS:]
+
+
+def read_texts(path: Path) -> list[dict[str, Any]]:
+    """Return the run's log, configuration changes, code, and other logs as {name, text, is_cut}, of each the end."""
+    files = [path / "log.txt", path / "changes.jsonl"]
+    for pattern in ("code/**/*", "logs/*"):
+        try:
+            files += sorted(file for file in path.glob(pattern) if file.is_file())
+        except OSError:  # a folder of another user
+            continue
+    texts = []
+    for file in files[:MAX_FILES]:
+        try:
+            with file.open("rb") as stream:
+                size = stream.seek(0, os.SEEK_END)
+                stream.seek(max(0, size - MAX_FILE_BYTES))
+                text = stream.read(MAX_FILE_BYTES).decode("utf-8", "replace")
+        except OSError:
+            continue
+        is_cut = size > MAX_FILE_BYTES
+        text = text.partition("\n")[2] if is_cut else text
+        if text:
+            texts.append({"name": str(file.relative_to(path)), "text": text, "is_cut": is_cut})
+    return texts

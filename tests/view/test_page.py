@@ -24,6 +24,7 @@ from megarl.view.page import load, select_rollouts, write_page
 from megarl.view.page_server import Server
 from megarl.view.rollout_files import Notes
 from megarl.view.rollout_index import Index
+from megarl.view.run_data import read_texts
 
 sys.path.append(str(Path(__file__).resolve().parent))
 
@@ -53,7 +54,7 @@ def test_page_allows_only_its_own_scripts(page: Path) -> None:
     policy = rules[1].replace("&#x27;", "'")
     assert policy.startswith("default-src 'none'; script-src 'sha256-") and "unsafe" not in policy
     scripts = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
-    assert len(scripts) == 12
+    assert len(scripts) == 14
     for script in scripts:
         assert base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() in policy
     assert example_run.EVIL not in text and "<img" not in text and text.count("<script") == text.count("</script>")
@@ -154,6 +155,72 @@ def test_table_filters_rollouts(page: Path, query: str, count: int, tmp_path: Pa
     assert f"{count} of 12 rollouts" in render(f"{page.as_uri()}#Rollouts?{quote(query)}", tmp_path)
 
 
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+def test_configuration_shows_keys_that_differ(page: Path, tmp_path: Path) -> None:
+    runs = [example_run.write_run(tmp_path / name, steps=1) for name in ("a", "b")]
+    config = runs[1] / "config.yaml"
+    config.write_text(
+        config.read_text()
+        .replace("seed: 1", "seed: 7")
+        .replace("algorithm: grpo", f"algorithm: {json.dumps(example_run.EVIL)}")
+    )
+    file = tmp_path / "page.html"
+    write_page([load(run) for run in runs], file)
+    dom = render(f"{file.as_uri()}#Configuration", tmp_path / "both")
+    keys = re.findall(r"<tr[^>]*><td>([^<]+)</td><td>([^<]*)</td><td>([^<]*)</td></tr>", dom)
+    assert ("run.seed", "1", "7") in keys and "RAN</title>" not in dom
+    assert {key for key, _, _ in keys} == {"run.seed", "algorithm"}
+    write_page([load(runs[1])], file)
+    dom = render(f"{file.as_uri()}#Configuration", tmp_path / "one")
+    assert "<td>guards.alarms</td><td>true</td>" in dom and "<td>run.num_rollout<" not in dom, "at its default"
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+def test_files_show_log_and_code_as_text(page: Path, tmp_path: Path) -> None:
+    run = example_run.write_run(tmp_path / "a", steps=1)
+    (run / "code/lab").mkdir(parents=True)
+    (run / "code/lab/reward.py").write_text(example_run.EVIL)
+    (run / "log.txt").write_text(f"first line\n{'x' * 200_000}\n{example_run.EVIL}\n")
+    assert [item["name"] for item in read_texts(run)] == ["log.txt", "code/lab/reward.py"]
+    file = tmp_path / "page.html"
+    write_page([load(run)], file)
+    dom = render(f"{file.as_uri()}#Files", tmp_path / "files")
+    assert "code/lab/reward.py</button>" in dom and "only the end of the file is shown" in dom
+    assert "first line" not in dom and "RAN</title>" not in dom and "&lt;img src=x onerror=" in dom
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+def test_metrics_over_hours_and_as_csv(tmp_path: Path) -> None:
+    """A script is added to the page, whose policy would not admit it."""
+    run = example_run.write_run(tmp_path / 'a,"b"', steps=2)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.dumps(row | {"time": 1000.0 + 1800 * row["step"]}) for row in rows]
+    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    file = tmp_path / "page.html"
+    write_page([load(run)], file)
+    text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", file.read_text())
+    script = """
+        const axis = document.getElementById("x-axis");
+        axis.value = "hours";
+        axis.dispatchEvent(new Event("change"));
+        megarl.formatMetrics().then((csv) => document.body.append(el("pre", { id: "csv" }, csv)));
+    """
+    file.write_text(
+        text.replace(
+            "</body>", f"<script>addEventListener('load', () => setTimeout(() => {{{script}}}, 500))</script></body>"
+        )
+    )
+    dom = render(file.as_uri(), tmp_path / "profile")
+    csv = re.search(r'<pre id="csv">([^<]*)</pre>', dom)
+    assert csv is not None and ">hours<" in dom.partition('id="views"')[2] and 'class="u-label">step<' not in dom
+    header, first, second = csv[1].split("\n")[:3]
+    names = header.split(",")
+    assert names[:3] == ["run", "step", "time"] and len(names) == 7
+    values = dict(zip(names[1:], second.rpartition('"')[2][1:].split(","), strict=True))
+    assert second.startswith('"a,""b"""') and values["step"] == "2" and values["time"] == "4600"
+    assert values["rollout/reward_mean"] == "0.5" and first != second
+
+
 @pytest.fixture
 def server(page: Path) -> Iterator[Server]:
     with Server([page.parent / "first"]) as running:
@@ -180,12 +247,22 @@ def test_server_serves_requests_with_its_key(server: Server) -> None:
     status, text = get(server, f"/{server.key}/data/tokens-0-3-2.js?1")
     assert status == 200 and text.startswith('megarl.receiveBlock("tokens-0-3-2", [{') and '"number":2' in text
     assert get(server, f"/{server.key}/data/index-0.js")[0] == 200
+    status, text = get(server, f"/{server.key}/data/texts-0.js?2")
+    assert status == 200 and '"name":"log.txt"' in text
     status, text = get(server, f"/{server.key}/data/tokens-0-3-99.js")
     assert status == 200 and "there is no rollout 99 of step 3" in text
 
 
 @pytest.mark.parametrize(
-    "path", ["/", "/wrong-key-wrong-key-wrong-key/", "/KEY/data/index-7.js", "/KEY/../page.html", "/KEY/x"]
+    "path",
+    [
+        "/",
+        "/wrong-key-wrong-key-wrong-key/",
+        "/KEY/data/index-7.js",
+        "/KEY/data/texts-7.js",
+        "/KEY/../page.html",
+        "/KEY/x",
+    ],
 )
 def test_server_rejects_other_paths(server: Server, path: str) -> None:
     assert get(server, path.replace("KEY", server.key))[0] == 404

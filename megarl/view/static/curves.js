@@ -26,6 +26,7 @@
   const MIN_POINTS_TO_SMOOTH = 40;
   const state = {
     smoothing: 0.6, // decay of the moving average
+    isWallClock: false, // whether the x axis has hours since the run's first step, not steps
     filter: "",
     filterTimer: 0,
     numCharts: INITIAL_CHARTS,
@@ -89,11 +90,18 @@
     return [low - minSpan, high + minSpan];
   }
 
-  // Returns a run's values at `steps`, null where it has none.
-  function alignValues(run, column, steps) {
-    const valueByStep = new Map(run.steps.map((step, i) => [step, column[i]]));
-    return steps.map((step) => {
-      const value = valueByStep.get(step);
+  // Returns the place of each step of a run on the x axis; NaN if its time is not recorded.
+  function getPositions(run) {
+    if (!state.isWallClock) return run.steps;
+    const first = run.times.find((time) => time !== null);
+    return run.times.map((time) => (time === null ? NaN : (time - first) / 3600));
+  }
+
+  // Returns a run's values at `positions`, null where it has none.
+  function alignValues(run, column, positions) {
+    const valueByPosition = new Map(getPositions(run).map((position, i) => [position, column[i]]));
+    return positions.map((position) => {
+      const value = valueByPosition.get(position);
       return value === undefined || Number.isNaN(value) ? null : value;
     });
   }
@@ -127,7 +135,7 @@
   }
 
   // newestValues: [run name, value] of each run that has the metric.
-  function createTitle(name, band, isWatched, numOutside, newestValues) {
+  function createTitle(name, band, isWatched, numOutside, newestValues, savePicture) {
     const newest = `last ${newestValues.map(([, value]) => formatNumber(value)).join(" and ")}`;
     let summary = newest;
     if (band && isWatched) summary = `${numOutside ? `${numOutside} outside` : "within"} ${formatBand(band)}`;
@@ -140,7 +148,8 @@
     if (band && band.low_remedy) tooltip.push("below: " + band.low_remedy);
     if (band && band.high_remedy) tooltip.push("above: " + band.high_remedy);
     const className = numOutside && isWatched ? "error" : "";
-    return el("h3", { title: tooltip.join("\n") }, name, el("span", { class: className }, summary));
+    const save = el("button", { class: "small", title: "save as PNG", onclick: savePicture }, "PNG");
+    return el("h3", { title: tooltip.join("\n") }, name, el("span", {}, el("span", { class: className }, summary), save));
   }
 
   function drawBand({ ctx, bbox, valToPos }, band) {
@@ -152,17 +161,52 @@
     ctx.fillRect(bbox.left, high, bbox.width, low - high);
   }
 
-  function drawAlarms({ ctx, bbox, valToPos }, alarmSteps) {
+  function drawAlarms({ ctx, bbox, valToPos }, positions) {
     ctx.fillStyle = getThemeColor("--error");
-    for (const step of alarmSteps) {
-      ctx.fillRect(Math.round(valToPos(step, "x", true)), bbox.top, devicePixelRatio, bbox.height);
+    for (const position of positions) {
+      ctx.fillRect(Math.round(valToPos(position, "x", true)), bbox.top, devicePixelRatio, bbox.height);
     }
+  }
+
+  // Saves a chart with its title, on the background of the page.
+  function saveChart(name, plot) {
+    const source = plot.ctx.canvas;
+    const margin = 24 * devicePixelRatio;
+    const canvas = el("canvas", { width: source.width, height: source.height + margin });
+    const context = canvas.getContext("2d");
+    context.fillStyle = getThemeColor("--card");
+    context.fillRect(0, 0, canvas.width, canvas.height);
+    context.fillStyle = getThemeColor("--text");
+    context.font = `600 ${13 * devicePixelRatio}px system-ui`;
+    context.fillText(name, margin / 3, margin * 0.7);
+    context.drawImage(source, 0, margin);
+    canvas.toBlob((blob) => download(`${name.replaceAll("/", "_")}.png`, blob));
+  }
+
+  // Returns the metrics that match the filter as CSV: a line for each step of each run.
+  async function formatTable() {
+    const names = listMetrics();
+    const quote = (value) => (/[",\n\r]/.test(value) ? `"${String(value).replaceAll('"', '""')}"` : String(value));
+    const lines = [["run", "step", "time", ...names].map(quote).join(",")];
+    for (const run of megarl.overview.runs) {
+      const columns = await Promise.all(names.map((name) => loadMetric(run, name)));
+      run.steps.forEach((step, i) => {
+        const values = columns.map((column) => (column && !Number.isNaN(column[i]) ? +column[i].toPrecision(7) : ""));
+        lines.push([run.name, step, run.times[i] ?? "", ...values].map(quote).join(","));
+      });
+    }
+    return lines.join("\n") + "\n";
+  }
+
+  async function saveTable() {
+    download("metrics.csv", new Blob([await formatTable()], { type: "text/csv" }));
   }
 
   async function drawChart(name, card) {
     const runs = megarl.overview.runs;
     const columns = await Promise.all(runs.map((run) => loadMetric(run, name)));
-    const steps = [...new Set(runs.flatMap((run, i) => (columns[i] ? run.steps : [])))].sort((a, b) => a - b);
+    const places = runs.flatMap((run, i) => (columns[i] ? getPositions(run) : [])).filter((place) => !Number.isNaN(place));
+    const positions = [...new Set(places)].sort((a, b) => a - b);
     const band = runs.map((run) => run.bands[name]).find(Boolean);
     const isWatched = runs.some((run) => run.has_band_alarms && run.bands[name]);
     const lines = [];
@@ -170,31 +214,39 @@
     let numOutside = 0;
     runs.forEach((run, i) => {
       if (!columns[i]) return;
-      const values = alignValues(run, columns[i], steps);
+      const values = alignValues(run, columns[i], positions);
       const present = values.filter((value) => value !== null);
       if (present.length) newestValues.push([run.name, present.at(-1)]);
       if (band) numOutside += present.filter((value) => isOutside(band, value)).length;
       lines.push(...createLines(runs.length > 1 ? run.name : "value", getColor(i), values));
     });
-    card.replaceChildren(createTitle(name, band, isWatched, numOutside, newestValues));
+    let plot = null;
+    const savePicture = () => saveChart(name, plot);
+    card.replaceChildren(createTitle(name, band, isWatched, numOutside, newestValues, savePicture));
 
-    const alarms = runs.flatMap((run) => run.alarms).filter(([, , text]) => text.includes(name));
-    const alarmSteps = alarms.map(([step]) => step);
-    const drawBackground = (plot) => {
-      if (band) drawBand(plot, band);
-      drawAlarms(plot, alarmSteps);
+    const alarmPositions = runs.flatMap((run) => {
+      const alarms = run.alarms.filter(([, , text]) => text.includes(name));
+      return alarms.map(([step]) => getPositions(run)[run.steps.indexOf(step)] ?? NaN);
+    });
+    const drawBackground = (drawn) => {
+      if (band) drawBand(drawn, band);
+      drawAlarms(drawn, alarmPositions.filter((position) => !Number.isNaN(position)));
     };
+    const formatTicks = (_, ticks) => ticks.map((tick) => formatNumber(tick, 5));
+    const xAxis = state.isWallClock ? { values: (_, ticks) => ticks.map((tick) => `${formatNumber(tick, 3)} h`) } : undefined;
+    const xSeries = state.isWallClock ? { label: "hours", value: (_, hours) => formatNumber(hours) } : { label: "step" };
     const options = {
       width: Math.max(200, card.clientWidth - 22),
       height: 190,
-      cursor: { sync: { key: "steps" }, points: { size: 6 } },
+      cursor: { sync: { key: state.isWallClock ? "hours" : "steps" }, points: { size: 6 } },
       scales: { x: { time: false }, y: { range: (_, low, high) => getRange(name, low, high) } },
       legend: { live: true },
-      axes: createAxes({ size: 54, values: (_, ticks) => ticks.map((tick) => formatNumber(tick, 5)) }),
-      series: [{ label: "step" }, ...lines.map(([series]) => series)],
+      axes: createAxes({ size: 54, values: formatTicks }, xAxis),
+      series: [xSeries, ...lines.map(([series]) => series)],
       hooks: { drawClear: [drawBackground] },
     };
-    state.plots.push(new uPlot(options, [steps, ...lines.map(([, values]) => values)], card));
+    plot = new uPlot(options, [positions, ...lines.map(([, values]) => values)], card);
+    state.plots.push(plot);
   }
 
   function createToolbar(redraw) {
@@ -208,12 +260,19 @@
       state.smoothing = +event.target.value;
       redraw();
     };
+    const changeAxis = (event) => {
+      state.isWallClock = event.target.value === "hours";
+      redraw();
+    };
+    const axes = ["steps", "hours"].map((name) => el("option", { value: name }, name));
     const slider = { type: "range", min: 0, max: 0.98, step: 0.02, value: state.smoothing, onchange: changeSmoothing };
     return el(
       "div",
       { class: "toolbar" },
       el("input", { type: "search", placeholder: "filter metrics by name", oninput: filter }),
       el("label", {}, "smoothing ", el("input", slider)),
+      el("label", {}, "over ", el("select", { id: "x-axis", onchange: changeAxis }, ...axes)),
+      el("button", { title: "save the metrics that match the filter", onclick: saveTable }, "CSV"),
       el("span", { class: "legend", id: "runs-legend" }),
     );
   }
@@ -231,6 +290,8 @@
       });
     return el("section", { class: "card" }, el("h3", {}, `Alarms (${alarms.length})`), el("ul", {}, ...items));
   }
+
+  megarl.formatMetrics = formatTable;
 
   megarl.views.Curves = {
     async draw(root) {

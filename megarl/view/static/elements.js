@@ -31,8 +31,8 @@ function createLegendItem(color, text, title = "") {
   return el("span", { title }, swatch, text);
 }
 
-// Returns uPlot options of the two axes. yAxis: options of the y axis.
-function createAxes(yAxis) {
+// Returns uPlot options of the two axes. yAxis: options of the y axis; xAxis: of the other, which has steps by default.
+function createAxes(yAxis, xAxis = { incrs: STEP_INCREMENTS }) {
   const grid = getThemeColor("--grid");
   const style = {
     stroke: getThemeColor("--muted"),
@@ -41,7 +41,7 @@ function createAxes(yAxis) {
     font: "11px system-ui",
   };
   return [
-    { ...style, incrs: STEP_INCREMENTS },
+    { ...style, ...xAxis },
     { ...style, ...yAxis },
   ];
 }
@@ -58,3 +58,10 @@ function formatSmall(value) {
 }
 
 const formatCount = (count) => count.toLocaleString("en");
+
+// Offers a blob as a file to save.
+function download(name, blob) {
+  const url = URL.createObjectURL(blob);
+  el("a", { href: url, download: name }).click();
+  setTimeout(() => URL.revokeObjectURL(url), 10000);
+}

@@ -2,7 +2,7 @@
 // Tabs, run selection, light and dark theme, and polling of a live run.
 {
   const POLL_MS = 10000;
-  const VIEWS = ["Curves", "Time", "Rollouts", "Prompts", "Compare"];
+  const VIEWS = ["Curves", "Time", "Rollouts", "Prompts", "Compare", "Configuration", "Files"];
   const MAX_OPEN_NOTES = 3; // more notes are folded
   const THEME_KEY = "megarl-theme";
   const state = { view: "", roots: {}, resizeTimer: 0 };

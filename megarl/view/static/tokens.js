@@ -236,10 +236,14 @@
     return el("div", { class: className }, el("h4", {}, title), el("div", { class: "tokens" }, ...content));
   }
 
-  function createMessages(messages) {
-    if (!messages.length) return "";
-    const turns = messages.map(({ role, text }) => createTurn(role === "assistant", role, showControlCharacters(text)));
-    return el("details", {}, el("summary", { class: "muted" }, "messages of the conversation"), ...turns);
+  // Returns the conversation as a chat; null if its messages are not recorded.
+  function createChat(messages) {
+    if (!messages.length) return null;
+    const bubbles = messages.map(({ role, text }) => {
+      const className = role === "assistant" ? "message policy" : "message";
+      return el("div", { class: className }, el("h4", {}, role), el("div", { class: "text" }, text || "–"));
+    });
+    return el("details", { class: "chat", open: true }, el("summary", { class: "muted" }, "conversation"), ...bubbles);
   }
 
   // Returns the turns with all tokens up to MAX_TOKENS, each colored. divergence: index of the token to mark, or -1.
@@ -301,11 +305,7 @@
     root.replaceChildren(
       el("h3", {}, `step ${rollout.step}, rollout ${rollout.number}`),
       createFields(rollout),
-      buttons,
-      description,
-      turns,
-      createMessages(rollout.messages),
-      hoverDetails,
+      ...[createChat(rollout.messages), buttons, description, turns, hoverDetails].filter(Boolean),
     );
     draw();
   };
