@@ -176,10 +176,19 @@ def _build_detail(row: dict[str, Any], step: int, decoder: TokenDecoder) -> Deta
 
 
 def _message(message: Any) -> dict[str, str]:
-    """Return role and text, with tool calls as JSON."""
+    """Return role and text, with a line `name(arguments)` per tool call."""
     if not isinstance(message, dict):
         return {"role": "?", "text": str(message)}
     content = message.get("content")
     text = content if isinstance(content, str) else "" if content is None else exact_json.dumps(content)
     calls = message.get("tool_calls")
-    return {"role": str(message.get("role", "?")), "text": text + ("\n" + exact_json.dumps(calls) if calls else "")}
+    lines = [text, *map(_format_call, calls if isinstance(calls, list) else [calls] if calls else [])]
+    return {"role": str(message.get("role", "?")), "text": "\n".join(line for line in lines if line)}
+
+
+def _format_call(call: Any) -> str:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return exact_json.dumps(call)
+    arguments = function.get("arguments")
+    return f"{function.get('name', '?')}({arguments if isinstance(arguments, str) else exact_json.dumps(arguments)})"
