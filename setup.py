@@ -85,6 +85,7 @@ setup(
         "wandb": ["wandb>=0.19"],
         "swanlab": ["swanlab>=0.10"],
         "mlflow": ["mlflow-skinny>=3"],
+        "sweep": ["optuna>=4"],
         "opentelemetry": ["opentelemetry-sdk>=1.30", "opentelemetry-exporter-otlp-proto-http>=1.30"],
     },
     entry_points={

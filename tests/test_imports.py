@@ -31,7 +31,7 @@ LAYERS = (
     {"flow", "model_sources"},
     {"rehearse"},
     {"chat", "train"},
-    {"eval"},
+    {"eval", "sweep"},
 )
 LEVEL = {"": 0} | {name: level for level, names in enumerate(LAYERS, 1) for name in names}  # "": the version
 

@@ -117,6 +117,18 @@ def test_two_node_job_resumes_after_its_time_limit(cluster, project: Path) -> No
     assert cluster.fields(job)["Restarts"] == "1"
 
 
+def test_tasks_of_a_sweep_have_their_values(cluster, project: Path) -> None:
+    (project / "megarl" / "train.py").write_text("import sys\nprint('arguments', sys.argv[1:], flush=True)\n")
+    (project / "slurm").symlink_to(ROOT / "slurm")
+    options = f"--nodes=1 --gres=none --output={project}/out-%a.txt"
+    grid = ["--grid", "kl.coef=0,0.5", "run.dir=runs", "parallel.world_size=1", "parallel.ep=1"]
+    command = [sys.executable, "-m", "megarl.sweep", "two.yaml", *grid, "--sbatch", options]
+    cluster.jobs.append(cluster.run(*command, cwd=project).split()[-1])
+    for task, value in enumerate(("0", "0.5")):
+        expected = f"'kl.coef={value}', 'run.dir=runs/000{task}', 'run.resume=auto']"
+        wait_for_text(project / f"out-{task}.txt", expected)
+
+
 def test_config_error_is_not_requeued(cluster, project: Path) -> None:
     output = project / "out.txt"
     script = str(ROOT / "slurm" / "ppo_moe.sh")
