@@ -8,6 +8,9 @@ The task is an expression of 2 or 3 numbers up to 99 with + - and *. The policy 
 the expression, read its answer and state it. A minority (35 %) of the demonstrations in sft.jsonl use the tool; the
 rest guess a random number without it. The warm-up therefore teaches every skill, but not the habit: RL must find out
 that calling the tool pays. No problem of eval.jsonl occurs in train.jsonl or sft.jsonl.
+
+With --conversations FILE it makes OUT/model alone, for a task of your own: FILE has demonstrations, as for SFT, and the
+tokenizer knows their words.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -308,7 +312,20 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--train", type=sizes, default=4096, help="prompts to train on (default 4096)")
     parser.add_argument("--held-out", type=sizes, default=256, help="prompts to measure with (default 256)")
     parser.add_argument("--demonstrations", type=sizes, default=25600, help="of the warm-up (default 25600: 400 x 64)")
+    parser.add_argument(
+        "--conversations", type=Path, metavar="FILE", help="make only a model, with the words of these (.jsonl)"
+    )
     return parser.parse_args(arguments)
+
+
+def read_conversations(file: Path, count: int = 64) -> Conversations:
+    """Return the first conversations of a file for SFT, with the schemas of their tools. Raises ConfigError."""
+    try:
+        with file.open(encoding="utf-8") as lines:
+            rows = [json.loads(line) for line in islice(lines, count)]
+        return [(row["messages"], row.get("tools", [])) for row in rows]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"--conversations {file}: {error!r}; it needs lines like sft.jsonl, with messages") from None
 
 
 @contextmanager
@@ -331,8 +348,12 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 
 def make(options: argparse.Namespace) -> int:
+    examples = read_conversations(options.conversations) if options.conversations else ()
     with new_folder(options.out) as folder:
-        parameters = write_model(folder / "model", options.family, options.seed)
+        parameters = write_model(folder / "model", options.family, options.seed, examples)
+        if examples:
+            print(f"{options.out}: model/ ({options.family}, {parameters / 1e6:.2f} M parameters)")
+            return 0
         write_data(folder, options.seed, options.train, options.held_out, options.demonstrations)
     print(
         f"{options.out}: model/ ({options.family}, {parameters / 1e6:.2f} M parameters), sft.jsonl "

@@ -115,6 +115,14 @@ def collect_key_types(cls: type, prefix: str = "") -> dict[str, Any]:
 
 def collect_key_docs(cls: type, prefix: str = "") -> dict[str, str]:
     """Return the first sentence of the docstring under each documented field; keys as in `list_keys`."""
+    return {
+        key: re.split(r"(?<=[a-z`)\]])\. (?=[A-Z`])", " ".join(text.split()))[0].rstrip(".")
+        for key, text in collect_key_texts(cls, prefix).items()
+    }
+
+
+def collect_key_texts(cls: type, prefix: str = "") -> dict[str, str]:
+    """Return the docstring under each documented field; keys as in `list_keys`."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(tree, ast.ClassDef)
     docs: dict[str, str] = {}
@@ -123,10 +131,9 @@ def collect_key_docs(cls: type, prefix: str = "") -> dict[str, str]:
             continue
         name, kind = field.target.id, field_types(cls)[field.target.id]
         if dataclasses.is_dataclass(kind):
-            docs |= collect_key_docs(typing.cast(type, kind), f"{prefix}{name}.")
+            docs |= collect_key_texts(typing.cast(type, kind), f"{prefix}{name}.")
         elif isinstance(following, ast.Expr):
-            text = " ".join(str(ast.literal_eval(following.value)).split())
-            docs[prefix + name] = re.split(r"(?<=[a-z`)\]])\. (?=[A-Z`])", text)[0].rstrip(".")
+            docs[prefix + name] = inspect.cleandoc(str(ast.literal_eval(following.value)))
     return docs
 
 

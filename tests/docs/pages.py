@@ -40,6 +40,12 @@ def blocks(text: str) -> list[Block]:
     return result
 
 
+def files(text: str) -> dict[str, str]:
+    """Return the files that a page shows: blocks with a file name after the language."""
+    named = [(block.title.rpartition(" ")[2], block.text) for block in blocks(text)]
+    return {name: content for name, content in named if "." in name}
+
+
 def prose(text: str) -> str:
     """Return the page without its fenced blocks."""
     return _FENCE.sub("", text)

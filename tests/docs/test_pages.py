@@ -90,7 +90,7 @@ def test_keys_exist(page: Path) -> None:
     former = RENAMED_KEYS if page.name == "CHANGELOG.md" else {}
     unknown = [key for span in spans(checked_text) for key in find_keys(span) if is_unknown(key) and key not in former]
     for block in blocks(text):
-        if block.language == "yaml" and block.title in ("config", "control"):
+        if block.language == "yaml" and (block.title in ("config", "control") or block.title.endswith(".yaml")):
             tree = yaml.safe_load(block.text)
             unknown += [name for name in tree if name not in SECTIONS]
             for section, values in tree.items():
