@@ -1,8 +1,8 @@
 """Build the documentation site: .venv/bin/python tools/build_docs.py [--serve [PORT]] [--install]
 
 The site is build/site; a warning, such as a dead link or anchor, is an error. --serve shows it on this machine instead
-and builds it again whenever a page changes. MkDocs and its plugins (launch/requirements-docs.txt) have an environment of
-their own, .venv/docs or $MEGARL_DOCS, installed if it is missing or the list has changed; --install does only that.
+and builds it again whenever a page changes. MkDocs and its plugins (launch/requirements-docs.txt) are in a separate
+environment, .venv/docs or $MEGARL_DOCS, installed if it is missing or the list has changed; --install does only that.
 """
 
 from __future__ import annotations

@@ -54,8 +54,9 @@ def test_agent_trains_by_an_openai_client(checkout: Path, host: str) -> None:
     run_tutorial(TUTORIALS / "agent.md", checkout, host)
     steps = read_steps(checkout / "runs/game/agent")
     assert [row["step"] for row in steps] == [1, 2, 3, 4]
-    for row in [*steps, *read_steps(checkout / "runs/game/program")]:
-        assert row["agents/sessions"] == row["agents/branches"] == 64 and row["agents/failed"] == 0
+    (program,) = read_steps(checkout / "runs/game/program")
+    for row, episodes in [*((row, 64) for row in steps), (program, 8)]:
+        assert row["agents/sessions"] == row["agents/branches"] == episodes and row["agents/failed"] == 0
         assert row["rollout/logprob_diff_mean"] < 1e-5 and row["actor/grad_norm"] > 0
     assert any(item.tool_calls > 1 for item in read_rollouts(checkout / "runs/game/agent", 4))
 
