@@ -18,7 +18,7 @@ from tutorials import make_checkout, run_tutorial  # noqa: E402
 
 from megarl.observe.rollout_log import read_rollouts  # noqa: E402
 
-pytestmark = pytest.mark.nightly
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 TUTORIALS = ROOT / "docs/tutorials"
 
@@ -77,7 +77,7 @@ def test_reward_model_orders_pairs_and_ppo_follows_it(checkout: Path, host: str)
 def test_mismatch_is_larger_in_bf16(checkout: Path, host: str) -> None:
     output = run_tutorial(TUTORIALS / "mismatch.md", checkout, host)
     means = [float(text) for text in re.findall(r"^all +[\d,]+ +(\S+)", output, re.MULTILINE)]
-    assert len(means) == 2 and means[0] < 1e-5 < 1e-3 < means[1], means
+    assert len(means) == 2 and means[0] < 1e-5 < 1e-4 < means[1], means
     assert re.search(r"^routing +[\d,]+", output, re.MULTILINE)
     assert (checkout / "runs/game/both.html").is_file()
 

@@ -44,7 +44,7 @@ def run_tutorial(page: Path, folder: Path, host: str = "") -> str:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=550,
+            timeout=1200,
         )
         output += done.stdout
         assert done.returncode == 0, f"{page.name}: {script}\n{output[-6000:]}"

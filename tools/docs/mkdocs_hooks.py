@@ -125,8 +125,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Adapt a page of the tree: what GitHub and Python-Markdown read differently, and links to pages and keys."""
     uri = page.file.src_uri
-    if uri == "docs/home.md":
-        page.meta["hide"] = ["navigation", "toc"]  # the drawing needs the width
+    # The drawing and the table need the width.
+    page.meta["hide"] = {"docs/home.md": ["navigation", "toc"], f"{KEY_PAGES}/index.md": ["toc"]}.get(uri, [])
     return markdown if uri.startswith(f"{API_PAGES}/") else adapt_page(markdown, uri)
 
 
