@@ -46,9 +46,9 @@ def run() -> int:
         return 0
     arguments = ["serve", "--dev-addr", f"127.0.0.1:{options.serve}"] if options.serve else ["build", "--strict"]
     command = [str(ENVIRONMENT / "bin/python"), "-m", "mkdocs", *arguments]
+    os.chdir(ROOT)
     # Material announces its successor in every build.
-    environment = dict(os.environ, NO_MKDOCS_2_WARNING="1")
-    return subprocess.run(command, cwd=ROOT, env=environment).returncode
+    os.execve(command[0], command, dict(os.environ, NO_MKDOCS_2_WARNING="1"))
 
 
 if __name__ == "__main__":

@@ -166,7 +166,7 @@ Conversations = Sequence[tuple[list[dict[str, Any]], list[dict[str, Any]]]]
 
 
 def make_tokenizer(examples: Conversations) -> Any:
-    """Train a byte-level BPE tokenizer of exactly VOCABULARY ids with the chat template above, for text like `shown`.
+    """Train a byte-level BPE tokenizer of exactly VOCABULARY ids, for the chat template above and text like `examples`.
 
     Words are split around digits and operators only, so each of these is always a token of its own, and the constant
     text between them, which is in the training text, collapses to very few tokens. A role's line is split off, too: the
@@ -281,8 +281,8 @@ def published_form(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_model(folder: Path, family: str, seed: int, examples: Conversations = ()) -> int:
-    """Write an HF folder that transformers and SGLang load. Return the number of parameters. shown: see
-    `make_tokenizer`; default: a conversation of the task."""
+    """Write an HF folder that transformers and SGLang load. Return the number of parameters. examples: see
+    `make_tokenizer`; by default a conversation of the task."""
     import torch
     from transformers.utils import logging
 
@@ -323,9 +323,12 @@ def read_conversations(file: Path, count: int = 64) -> Conversations:
     try:
         with file.open(encoding="utf-8") as lines:
             rows = [json.loads(line) for line in islice(lines, count)]
-        return [(row["messages"], row.get("tools", [])) for row in rows]
+        conversations = [(row["messages"], row.get("tools", [])) for row in rows]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"--conversations {file}: {error!r}; it needs lines like sft.jsonl, with messages") from None
+    if not conversations:
+        raise ConfigError(f"--conversations {file}: no line; it needs lines like sft.jsonl, with messages")
+    return conversations
 
 
 @contextmanager

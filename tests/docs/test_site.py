@@ -136,8 +136,8 @@ def read_documents(site: Path) -> dict[Path, Document]:
     return {page: Document(page.read_text(encoding="utf-8")) for page in site.rglob("*.html")}
 
 
-@pytest.mark.nightly
-def test_built_links_and_anchors_exist(site: Path) -> None:
+def find_dead_links(site: Path) -> tuple[list[str], int]:
+    """Return the links of a site whose file or anchor does not exist, and the number of links to its own files."""
     documents = read_documents(site)
     dead, checked = [], 0
     for page, document in documents.items():
@@ -155,6 +155,20 @@ def test_built_links_and_anchors_exist(site: Path) -> None:
                 is_dead = unquote(parts.fragment) not in documents[target].anchors
             if is_dead:
                 dead.append(f"{page.relative_to(site)}: {link}")
+    return sorted(dead), checked
+
+
+def test_finds_dead_links(tmp_path: Path) -> None:
+    (tmp_path / "a.html").write_text(
+        '<a href="b.html#x">1</a><a href="b.html#y">2</a><img src="c.png"><a href="http://d">'
+    )
+    (tmp_path / "b.html").write_text('<p id="x"><a href="#x">3</a><a href="none.html">4</a>')
+    assert find_dead_links(tmp_path) == (["a.html: b.html#y", "a.html: c.png", "b.html: none.html"], 5)
+
+
+@pytest.mark.nightly
+def test_built_links_and_anchors_exist(site: Path) -> None:
+    dead, checked = find_dead_links(site)
     assert not dead, dead[:20]
     assert checked > 5000
 

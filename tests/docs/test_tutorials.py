@@ -24,10 +24,10 @@ TUTORIALS = ROOT / "docs/tutorials"
 
 
 @pytest.fixture(scope="module")
-def checkout(host: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkout in which the number game has been trained; other tutorials continue from it."""
     folder = make_checkout(tmp_path_factory.mktemp("tutorials") / "megarl")
-    run_tutorial(TUTORIALS / "number_game.md", folder, host)
+    run_tutorial(TUTORIALS / "number_game.md", folder)
     return folder
 
 
@@ -50,8 +50,8 @@ def test_number_game_fits_the_page(checkout: Path) -> None:
     assert sum(lines) < 70
 
 
-def test_agent_trains_by_an_openai_client(checkout: Path, host: str) -> None:
-    run_tutorial(TUTORIALS / "agent.md", checkout, host)
+def test_agent_trains_by_an_openai_client(checkout: Path) -> None:
+    run_tutorial(TUTORIALS / "agent.md", checkout)
     steps = read_steps(checkout / "runs/game/agent")
     assert [row["step"] for row in steps] == [1, 2, 3, 4]
     (program,) = read_steps(checkout / "runs/game/program")
@@ -61,8 +61,8 @@ def test_agent_trains_by_an_openai_client(checkout: Path, host: str) -> None:
     assert any(item.tool_calls > 1 for item in read_rollouts(checkout / "runs/game/agent", 4))
 
 
-def test_reward_model_orders_pairs_and_ppo_follows_it(checkout: Path, host: str) -> None:
-    run_tutorial(TUTORIALS / "reward_model.md", checkout, host)
+def test_reward_model_orders_pairs_and_ppo_follows_it(checkout: Path) -> None:
+    run_tutorial(TUTORIALS / "reward_model.md", checkout)
     accuracy = [
         row["eval/accuracy"] for row in read_metrics(checkout / "runs/game/reward_model") if "eval/accuracy" in row
     ]
@@ -74,8 +74,8 @@ def test_reward_model_orders_pairs_and_ppo_follows_it(checkout: Path, host: str)
     assert all(row["rollout/reward_mean"] == pytest.approx(row["reward/model"]) for row in steps)
 
 
-def test_mismatch_is_larger_in_bf16(checkout: Path, host: str) -> None:
-    output = run_tutorial(TUTORIALS / "mismatch.md", checkout, host)
+def test_mismatch_is_larger_in_bf16(checkout: Path) -> None:
+    output = run_tutorial(TUTORIALS / "mismatch.md", checkout)
     means = [float(text) for text in re.findall(r"^all +[\d,]+ +(\S+)", output, re.MULTILINE)]
     assert len(means) == 2 and means[0] < 1e-5 < 1e-4 < means[1], means
     assert re.search(r"^routing +[\d,]+", output, re.MULTILINE)

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from pages import ROOT, blocks, files
 
-from megarl.engine.engine_host import HOST_VARIABLE
-
 NOT_RUN = ("sbatch ",)
 """Beginnings of commands that need what a test machine lacks."""
 
@@ -22,16 +20,12 @@ def make_checkout(folder: Path) -> Path:
     return folder
 
 
-def run_tutorial(page: Path, folder: Path, host: str = "") -> str:
-    """Run a page's bash blocks in a folder that `make_checkout` made. Return their output.
-
-    host: socket of an engine host, which saves each run the import of the engine.
-    """
+def run_tutorial(page: Path, folder: Path) -> str:
+    """Run a page's bash blocks in a folder that `make_checkout` made. Return their output."""
     text = page.read_text(encoding="utf-8")
     for name, content in files(text).items():
         (folder / name).write_text(content, encoding="utf-8")
     environment = dict(os.environ, PYTHONPATH=f"{folder}{os.pathsep}{ROOT}", OMP_NUM_THREADS="1")
-    environment |= {HOST_VARIABLE: host} if host else {}
     output = ""
     for block in blocks(text):
         if block.language != "bash":

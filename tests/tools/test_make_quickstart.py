@@ -12,6 +12,7 @@ import pytest
 from safetensors import safe_open
 
 from megarl.chat_format.chat_template import ChatTemplate
+from megarl.config import ConfigError
 from megarl.data.datasets import read_conversations
 from megarl.environments.ready.calculator import calculator
 from megarl.types import Prompt
@@ -176,3 +177,26 @@ def test_deepseek_folder_shares_data_for_equal_seeds(quickstart: Path, tmp_path:
     assert "model.layers.1.mlp.shared_experts.up_proj.weight" in names
     for name in ("eval.jsonl", "train.jsonl", "sft.jsonl", "model/tokenizer.json", "model/chat_template.jinja"):
         assert (deepseek / name).read_bytes() == (quickstart / name).read_bytes(), name
+
+
+def test_model_for_other_conversations_knows_their_words(tmp_path: Path) -> None:
+    """The constant text of a call is few tokens, and no data is written."""
+    from transformers import AutoTokenizer
+
+    call = {"type": "function", "function": {"name": "guess", "arguments": '{"number": 7}'}}
+    messages = [{"role": "user", "content": "Guess!"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    (tmp_path / "sft.jsonl").write_text(json.dumps({"messages": messages, "tools": []}) + "\n")
+    out = make_quickstart(tmp_path / "out", "--conversations", str(tmp_path / "sft.jsonl"))
+    assert [file.name for file in out.iterdir()] == ["model"]
+    tokenizer = AutoTokenizer.from_pretrained(out / "model")
+    assert len(tokenizer.encode('<tool_call>\n{"name": "guess", "arguments": {"number": 7}}\n</tool_call>')) <= 5
+
+
+@pytest.mark.parametrize("text", ["", "{}\n", "[1]\n", "nonsense\n"])
+def test_rejects_files_without_conversations(text: str, tmp_path: Path) -> None:
+    sys.path.insert(0, str(ROOT / "tools"))
+    import make_quickstart as tool
+
+    (tmp_path / "sft.jsonl").write_text(text)
+    with pytest.raises(ConfigError, match="--conversations .*sft.jsonl: .*with messages"):
+        tool.read_conversations(tmp_path / "sft.jsonl")

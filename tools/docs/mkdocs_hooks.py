@@ -82,6 +82,7 @@ def tree_pages() -> tuple[str, ...]:
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Replace `PAGES/*` in the navigation by the generated pages of that folder."""
+    tree_pages.cache_clear()  # `mkdocs serve` builds again in the same process
     generated = generated_pages()
 
     def expand(item: Any) -> Any:
