@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import statistics
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from pages import ROOT  # noqa: E402
 from training_run import read_metrics, read_steps  # noqa: E402
-from tutorials import make_checkout, run_tutorial  # noqa: E402
+from tutorials import make_checkout, run_dry_runs, run_tutorial  # noqa: E402
 
 from megarl.observe.rollout_log import read_rollouts  # noqa: E402
 
@@ -85,3 +87,21 @@ def test_mismatch_is_larger_in_bf16(checkout: Path) -> None:
 def test_one_gpu_to_slurm_checks_every_layout(tmp_path: Path) -> None:
     output = run_tutorial(TUTORIALS / "one_gpu_to_slurm.md", make_checkout(tmp_path / "megarl"))
     assert output.count("the configuration is valid") >= 5
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkout with the quickstart's data and an untrained model in place of its warmed-up one."""
+    folder = make_checkout(tmp_path_factory.mktemp("tasks") / "megarl")
+    command = [".venv/bin/python", "tools/make_quickstart.py", "runs/quickstart", "--demonstrations", "64"]
+    subprocess.run(command, cwd=folder, check=True, timeout=600, env=dict(os.environ, PYTHONPATH=str(ROOT)))
+    (folder / "runs/quickstart/sft").mkdir()
+    (folder / "runs/quickstart/sft/export").symlink_to(folder / "runs/quickstart/model")
+    return folder
+
+
+@pytest.mark.parametrize("name", ["model", "reward", "environment", "agent", "algorithm", "cluster"])
+def test_task_pages_have_valid_configurations(name: str, quickstart: Path) -> None:
+    overrides = ["model.path=runs/quickstart/model", "rollout.max_context=2048"] if name == "model" else []
+    output = run_dry_runs(ROOT / f"docs/tasks/my_{name}.md", quickstart, *overrides)
+    assert output.count("the configuration is valid") == 1
