@@ -1,4 +1,4 @@
-"""Tutorials run from their own text, and end as they say."""
+"""Tutorials run from their own text, and end as they say: the number game, and each night one that continues it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from nights import cases_of_this_night  # noqa: E402
 from pages import ROOT  # noqa: E402
 from training_run import read_metrics, read_steps  # noqa: E402
 from tutorials import make_checkout, run_dry_runs, run_tutorial  # noqa: E402
@@ -52,7 +53,7 @@ def test_number_game_fits_the_page(checkout: Path) -> None:
     assert sum(lines) < 70
 
 
-def test_agent_trains_by_an_openai_client(checkout: Path) -> None:
+def check_agent(checkout: Path) -> None:
     run_tutorial(TUTORIALS / "agent.md", checkout)
     steps = read_steps(checkout / "runs/game/agent")
     assert [row["step"] for row in steps] == [1, 2, 3, 4]
@@ -63,7 +64,7 @@ def test_agent_trains_by_an_openai_client(checkout: Path) -> None:
     assert any(item.tool_calls > 1 for item in read_rollouts(checkout / "runs/game/agent", 4))
 
 
-def test_reward_model_orders_pairs_and_ppo_follows_it(checkout: Path) -> None:
+def check_reward_model(checkout: Path) -> None:
     run_tutorial(TUTORIALS / "reward_model.md", checkout)
     accuracy = [
         row["eval/accuracy"] for row in read_metrics(checkout / "runs/game/reward_model") if "eval/accuracy" in row
@@ -76,12 +77,21 @@ def test_reward_model_orders_pairs_and_ppo_follows_it(checkout: Path) -> None:
     assert all(row["rollout/reward_mean"] == pytest.approx(row["reward/model"]) for row in steps)
 
 
-def test_mismatch_is_larger_in_bf16(checkout: Path) -> None:
+def check_mismatch(checkout: Path) -> None:
     output = run_tutorial(TUTORIALS / "mismatch.md", checkout)
     means = [float(text) for text in re.findall(r"^all +[\d,]+ +(\S+)", output, re.MULTILINE)]
     assert len(means) == 2 and means[0] < 1e-5 < 1e-4 < means[1], means
     assert re.search(r"^routing +[\d,]+", output, re.MULTILINE)
     assert (checkout / "runs/game/both.html").is_file()
+
+
+CONTINUE = {"agent": check_agent, "reward_model": check_reward_model, "mismatch": check_mismatch}
+"""Tutorials that begin with the number game's results."""
+
+
+@pytest.mark.parametrize("name", cases_of_this_night(list(CONTINUE), nights=3))
+def test_tutorial_ends_as_it_says(name: str, checkout: Path) -> None:
+    CONTINUE[name](checkout)
 
 
 def test_one_gpu_to_slurm_checks_every_layout(tmp_path: Path) -> None:
