@@ -179,6 +179,12 @@ def make_micro_batch(
         unpadded = cu_seqlens[batch.sequence_ids] + token_positions
         tokens[unpadded] = batch.tokens.long()
     next_tokens = torch.stack([tokens.roll(-by) for by in range(1, 2 + mtp_layers)])
+    if batch.targets is not None:
+        if any(skipped):
+            raise ValueError("sequences with targets of their own share no prefix; leave TrainBatch.prefixes unset")
+        targets = torch.zeros_like(tokens)
+        targets[unpadded] = batch.targets.long()
+        next_tokens[0] = targets.roll(-1)
     for by in range(1, 2 + mtp_layers):  # the last `by` tokens of a sequence have no token that far ahead
         next_tokens[by - 1 :, (cu_seqlens[1:] - by)[sizes >= by]] = 0
     shard_indices = zigzag(cu_seqlens, cp)

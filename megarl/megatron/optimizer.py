@@ -32,6 +32,7 @@ from megarl.megatron.layer_wise import LayerWiseOptimizer
 from megarl.megatron.parameter_names import unwrap
 from megarl.models.layout_algebra import range_chunks
 from megarl.parallel.ranks import use_member_world
+from megarl.types.adam_settings import AdamSettings
 
 
 def local_state_shards(part: Any, model_state: dict[str, Any], is_loading: bool = False) -> list[ShardedTensor]:
@@ -382,8 +383,32 @@ def set_peak_lr(scheduler: OptimizerParamScheduler, lr: float) -> None:
     scheduler.step(0)
 
 
-def take_step(optimizer: Any, scheduler: OptimizerParamScheduler) -> tuple[float, bool]:
+def apply_settings(optimizer: Any, adam: AdamSettings) -> None:
+    """Use these settings in the next update. Biases and norms do not decay."""
+    for part in optimizer.chained_optimizers:
+        part.config.clip_grad = adam.max_grad_norm
+    for inner in _inner_adams(optimizer):
+        for group in inner.param_groups:
+            group["lr"], group["betas"], group["eps"] = adam.lr, (adam.beta1, adam.beta2), adam.eps
+            group["weight_decay"] = adam.weight_decay * group.get("wd_mult", 1.0)
+
+
+@torch.no_grad()
+def reset_moments(optimizer: Any) -> None:
+    """Set this rank's moments to zero."""
+    for inner in _inner_optimizers(optimizer):
+        for values in inner.state.values():
+            for name, value in values.items():
+                if name != "master_param" and torch.is_tensor(value):
+                    _local(value).zero_()
+
+
+def take_step(
+    optimizer: Any, scheduler: OptimizerParamScheduler, adam: AdamSettings | None = None
+) -> tuple[float, bool]:
     """Take one update from reduced gradients. Return the gradient norm before clipping and whether it was taken.
+
+    adam: settings of this update, instead of those of the configuration and the schedule.
 
     A non-finite norm leaves weights, states and schedule unchanged. The norm is equal on all ranks, being reduced over
     all of them. Megatron itself checks for non-finite gradients only with loss scaling (fp16).
@@ -393,6 +418,8 @@ def take_step(optimizer: Any, scheduler: OptimizerParamScheduler) -> tuple[float
     if not math.isfinite(norm):
         return norm, False
     scheduler.step(1)
+    if adam is not None:
+        apply_settings(optimizer, adam)
     optimizer.step()
     return norm, True
 

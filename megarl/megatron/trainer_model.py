@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, SupportsFloat
+from typing import Any, NamedTuple, SupportsFloat
 
 import torch
 from megatron.core import parallel_state
@@ -23,7 +23,14 @@ from megarl.data.packing import MicroBatchPlan
 from megarl.megatron import fsdp, lora, optimizer, routing_replay, sparse_attention
 from megarl.megatron.build import Role, build_chunks
 from megarl.megatron.context_switch import ContextSwitch
-from megarl.megatron.distribution import BatchDispatcher, LocalRows, ModelRank, make_model_rank, row_budget
+from megarl.megatron.distribution import (
+    BatchDispatcher,
+    LocalRows,
+    MicroBatchOutput,
+    ModelRank,
+    make_model_rank,
+    row_budget,
+)
 from megarl.megatron.logprobs import OutputReader
 from megarl.megatron.micro_batch import MicroBatch, explain_hidden_columns, make_micro_batch
 from megarl.megatron.offload import MemoryOffload, WeightSnapshot, distinct_storages
@@ -48,6 +55,7 @@ from megarl.parallel.placement import optimizer_key
 from megarl.parallel.ranks import Ranks, all_gather_objects, use_layout
 from megarl.parallel.wait_listeners import track_progress
 from megarl.types import ModelOutput, TokenLoss, TrainBatch
+from megarl.types.adam_settings import AdamSettings
 from megarl.types.batch import select_columns
 
 
@@ -129,6 +137,16 @@ def make_dispatcher(
 def replayed_routing(hf: Mapping[str, Any], config: Config, role: Role) -> RoutingShape | None:
     """Return the shape of the routing records that a model replays; None if it does not."""
     return routing_shape(hf, config.model.megatron) if role == "actor" and config.train.routing_replay else None
+
+
+class BackwardPass(NamedTuple):
+    """Result of a forward and a backward pass on this rank; the gradient is in the model's buffers."""
+
+    local_metrics: dict[str, float]
+    aux_losses: dict[str, float]
+    tokens: int
+    plan: MicroBatchPlan
+    outputs: list[MicroBatchOutput]
 
 
 LossFn = Callable[[ModelOutput, TrainBatch], TokenLoss]
@@ -420,7 +438,9 @@ class MegatronModel:
         for chunk in self.chunks:
             chunk.eval()
         plan = self.dispatcher.plan(batch, forward_only=True)
-        rows = self.dispatcher.dispatch(batch, plan, ("tokens",))
+        rows = self.dispatcher.dispatch(
+            batch, plan, ("tokens", "targets") if batch.targets is not None else ("tokens",)
+        )
         with self._on_device(states=False):
             for retried_plan in self.oom_retry.plans(batch, plan, trains=False):
                 with self.oom_retry.catch_oom():
@@ -436,6 +456,37 @@ class MegatronModel:
         Metrics of `loss_fn` keep their own names. With `batch.keeps_groups` the loss gets all sequences of a group in
         one micro-batch. Raises ConfigError on all ranks if the step produces non-finite weights.
         """
+        passed = self._backward(batch, loss_fn, temperature)
+        return self._update(passed.tokens, passed.local_metrics, passed.aux_losses)
+
+    def forward_backward(
+        self, batch: TrainBatch, loss_fn: LossFn, temperature: float = 1.0
+    ) -> tuple[dict[str, float], torch.Tensor]:
+        """Compute the gradient of sum(loss_weights * loss) over `batch`, as `train_step` does, without an update.
+
+        The gradient is in `grad_tensors` until the next pass, or until `offload`. Returns the metrics of the loss and
+        `<role>/loss`, and the log-probs of this pass, [T] fp32 on the host in the batch's order.
+        """
+        passed = self._backward(batch, loss_fn, temperature, ("logprobs",))
+        gathered = all_gather_objects(passed.local_metrics, self.ranks.host_group)
+        outputs = self.dispatcher.collect(batch, passed.plan, passed.outputs, ("logprobs",))()
+        return sum_metrics(gathered), outputs["logprobs"]
+
+    def grad_tensors(self) -> list[torch.Tensor]:
+        """Return the memory of this rank's gradients, in place."""
+        return fsdp.grad_tensors(self.chunks)
+
+    def update(self, tokens: int, adam: AdamSettings) -> dict[str, float]:
+        """Take one optimizer step on the gradient in `grad_tensors`, with these settings, not the configuration's.
+
+        tokens: of the batches that the gradient is of. Returns the metrics of `train_step`, without those of a loss.
+        """
+        return self._update(tokens, {}, {}, adam)
+
+    def _backward(
+        self, batch: TrainBatch, loss_fn: LossFn, temperature: float, names: Sequence[str] = ()
+    ) -> BackwardPass:
+        """Compute the gradient of a batch, and the per-token outputs `names`, which are fields of `ModelOutput`."""
         if batch.loss_weights is None:
             raise ValueError("a training batch needs loss_weights")
         # Megatron scales its aux losses by the local token count and divides gradients by the global one. Scale our
@@ -449,7 +500,7 @@ class MegatronModel:
             token_count = len(micro.unpadded_indices) if is_first else 0  # each token is counted once
             tokens = torch.tensor(token_count, dtype=torch.int, device=emitted.device)
             if not micro.indices:  # an empty micro-batch, so that this rank joins its peers' collectives
-                return self._reader.empty_loss(emitted), tokens, {}
+                return self._reader.empty_loss(emitted), tokens, ({}, ([], {name: torch.zeros(0) for name in names}))
             part = micro.loss_batch(loss_fn)
             assert part.loss_weights is not None
             output = self._reader.read(micro, emitted, temperature)
@@ -461,7 +512,8 @@ class MegatronModel:
                 mtp_loss = self._reader.mtp_loss(micro, emitted, part.loss_weights)
                 local_metrics[f"{self.role}/mtp_loss"] = mtp_loss.detach()
                 loss = loss + self.config.train.mtp_loss_coef * mtp_loss
-            return loss * total_tokens, tokens, local_metrics
+            outputs = {name: getattr(output, name).detach().float().cpu() for name in names}
+            return loss * total_tokens, tokens, (local_metrics, (micro.indices, outputs))
 
         with self._on_device():
             for retried_plan in self.oom_retry.plans(batch, plan, trains=True):
@@ -475,11 +527,22 @@ class MegatronModel:
             coef = unwrap(self.chunks[0]).config.dsa_indexer_loss_coeff
             if coef:
                 aux_losses |= collect_indexer_loss(self.ranks, coef, total_tokens)
+        local_metrics = sum_metrics(metrics for metrics, _ in results) if self.dispatcher.is_reporter else {}
+        return BackwardPass(local_metrics, aux_losses, total_tokens, plan, [outputs for _, outputs in results])
+
+    def _update(
+        self,
+        tokens: int,
+        local_metrics: Mapping[str, float],
+        aux_losses: Mapping[str, float],
+        adam: AdamSettings | None = None,
+    ) -> dict[str, float]:
+        """Take one optimizer step on the gradient; return its metrics and the sums of all ranks' `local_metrics`."""
+        with self._on_device():
             self._wait_for_copy()
-            norm, is_taken = optimizer.take_step(self.optimizer, self.scheduler)
+            norm, is_taken = optimizer.take_step(self.optimizer, self.scheduler, adam)
             if is_taken:
                 self._round_int4_experts()
-        local_metrics = sum_metrics(results) if self.dispatcher.is_reporter else {}
         gathered = all_gather_objects((local_metrics, optimizer.has_finite_weights(self.chunks)), self.ranks.host_group)
         if bad_ranks := [rank for rank, (_, finite) in enumerate(gathered) if not finite]:
             raise ConfigError(
@@ -488,9 +551,9 @@ class MegatronModel:
                 f"{optimizer_key(self.name)}.lr"
             )
         metrics = sum_metrics(local_metrics for local_metrics, _ in gathered)
-        lr, tokens = float(self.scheduler.get_lr({})), float(total_tokens)
-        step_metrics = {"grad_norm": norm, "lr": lr, "tokens": tokens, "skipped": float(not is_taken)}
-        return metrics | {f"{self.role}/{name}": value for name, value in (aux_losses | step_metrics).items()}
+        lr = adam.lr if adam is not None else float(self.scheduler.get_lr({}))
+        step_metrics = {"grad_norm": norm, "lr": lr, "tokens": float(tokens), "skipped": float(not is_taken)}
+        return metrics | {f"{self.role}/{name}": value for name, value in ({**aux_losses} | step_metrics).items()}
 
     def _schedule(
         self, rows: LocalRows, plan: MicroBatchPlan, loss_func: Callable[..., Any], forward_only: bool
@@ -602,6 +665,39 @@ class MegatronModel:
         if self._pending_copy is not None:
             self._pending_copy.wait()
             self._pending_copy = None
+
+    @contextmanager
+    def trained_state(self) -> Iterator[list[torch.Tensor]]:
+        """Give what updates change on this rank, in place and on the device: weights, or with LoRA adapters, then
+        masters and moments. `set_update_count` completes the state that is written into it.
+
+        No two tensors share memory: in fp32, the weights are the masters.
+        """
+        self._wait_for_copy()
+        with self._on_device():
+            optimizer.create_states(self.optimizer)
+            weights = self._swapped_tensors()
+            storages = {tensor.untyped_storage()._cdata for tensor in weights}
+            states = optimizer.state_tensors(self.optimizer)
+            yield [*weights, *(state for state in states if state.untyped_storage()._cdata not in storages)]
+
+    @property
+    def update_count(self) -> int:
+        """Number of updates so far, skipped ones excluded."""
+        return int(self.scheduler.num_steps)
+
+    def set_update_count(self, updates: int) -> None:
+        """Set the number of updates so far, for the optimizer and the learning-rate schedule."""
+        with self._on_device():
+            optimizer.set_step_count(self.optimizer, updates)
+            optimizer.set_schedule_step(self.scheduler, updates)
+
+    def reset_optimizer(self) -> None:
+        """Set the moments and the number of updates to zero; the weights stay."""
+        self._wait_for_copy()
+        with self._on_device():
+            optimizer.reset_moments(self.optimizer)
+        self.set_update_count(0)
 
     def save_snapshot(self) -> None:
         """Take the snapshot that `rollback` restores."""

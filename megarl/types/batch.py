@@ -79,6 +79,7 @@ class TrainBatch:
     counts: Counts | None = None  # of the global mini-batch that this batch is, or is a part of
     episode: torch.Tensor | None = None  # [N] int64, branches of one episode share a number; None: no branches
     prefixes: CommonPrefixes | None = None  # of the N sequences; None: they are not known
+    targets: torch.Tensor | None = None  # [T] the token that the log-prob at t is of, after tokens[:t]; None: tokens
     keeps_groups: bool = False  # True if the loss compares the sequences of a group, which then share a micro-batch
 
     @staticmethod

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Literal, get_args
 if TYPE_CHECKING:
     from megarl.config import Config
 
-ItemKind = Literal["prompts", "conversations", "pairs", "rows"]
-"""What the loader yields: prompts, finished conversations, preference pairs, or rows whose format only the algorithm
-knows and which are not checked before its `load_items` reads them."""
+ItemKind = Literal["prompts", "conversations", "pairs", "rows", "requests"]
+"""What the loader yields: prompts, finished conversations, preference pairs, rows whose format only the algorithm knows
+and which are not checked before its `load_items` reads them, or requests of clients, which are in no file."""
 
 ITEM_KINDS: tuple[ItemKind, ...] = get_args(ItemKind)
 
