@@ -1,6 +1,6 @@
 """Check what works on this machine, in a few seconds: .venv/bin/python -m megarl
 
-`megarl train`, `megarl eval`, `megarl chat` and `megarl torchrun` run the modules of these names.
+`megarl train`, `megarl eval`, `megarl chat`, `megarl serve` and `megarl torchrun` run the modules of these names.
 
 Reports version, devices, packages, programs and free space. Imports nothing heavy but torch: an installed package may
 still fail to import, and a run checks again before it starts. Exits with 1 if something is missing that every run
@@ -28,7 +28,7 @@ OPTIONAL = {
     "transformer-engine": "fused attention and norms, FP8; needed on a GPU",
     "apex": "adds up weight gradients in their GEMM, built from NVIDIA's source; optional",
 }
-PROGRAMS = ("train", "eval", "chat", "torchrun")
+PROGRAMS = ("train", "eval", "chat", "serve", "torchrun")
 
 
 class CheckResult(NamedTuple):

@@ -31,7 +31,7 @@ LAYERS = (
     {"flow", "model_sources"},
     {"rehearse"},
     {"chat", "train"},
-    {"eval", "sweep"},
+    {"eval", "serve", "sweep"},
 )
 LEVEL = {"": 0} | {name: level for level, names in enumerate(LAYERS, 1) for name in names}  # "": the version
 
@@ -138,7 +138,7 @@ def test_no_import_cycles() -> None:
 
 def test_file_names_are_unique() -> None:
     """A name in a traceback or a comment identifies one file."""
-    names = [path.name for path in FILES.values() if path.name != "__init__.py"]
+    names = [path.name for path in FILES.values() if path.name not in ("__init__.py", "__main__.py")]
     assert {name for name in names if names.count(name) > 1} == set()
 
 

@@ -390,7 +390,7 @@ def _check_chats(
         return
     if declared.has_engines(config):
         attempt(data_checks.check_tool_calls, hf, config, chat, warnings)
-    if declared.item != "rows":
+    if declared.item not in ("rows", "requests"):
         if attempt(data_checks.check_rows, hf, config, declared, chat, warnings) is not _FAILED:
             attempt(data_checks.check_offered_by_files, config, declared, chat.catalog)
 

@@ -1,0 +1,205 @@
+"""The service as an algorithm: its only step executes clients' commands until the service is stopped.
+
+Rank 0 runs the HTTP server in a thread, and broadcasts each command to all ranks over the host group.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from megarl.config import Config, ConfigError
+from megarl.config.strict import PositiveInt, Range
+from megarl.controllers.controller import Controller, Flow, StepResult
+from megarl.launch import exit_status
+from megarl.parallel import ranks
+from megarl.parallel.placement import placement_of
+from megarl.serve.commands import (
+    BeginSampling,
+    Command,
+    CreateModel,
+    ForwardBackward,
+    Idle,
+    LoadModel,
+    OptimStep,
+    SaveModel,
+    Stop,
+    UnloadModel,
+)
+from megarl.serve.engine_sampling import EngineAddress, EngineSampler
+from megarl.serve.saved_weights import BASE, SavedWeights
+from megarl.serve.tinker_service import ServiceSettings, TinkerService
+from megarl.serve.tinker_wire import RequestRefused
+from megarl.serve.work_queue import IDLE_S, Job, SampleJob, WorkQueue
+from megarl.types.requirements import Requirements
+
+if TYPE_CHECKING:
+    from megarl.serve.client_models import ClientModels
+
+KEY_VARIABLE = "MEGARL_SERVE_API_KEY"
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    host: str = "127.0.0.1"
+    """Address to listen on. Beyond this machine the service needs a key, the environment variable
+    MEGARL_SERVE_API_KEY."""
+    port: Annotated[int, Range(0, 65535)] = 8000
+    """0 chooses a free one; `<run.dir>/serve_url` has the address."""
+    model_name: str = ""
+    """Name of the model for clients, by which they also load its tokenizer, such as Qwen/Qwen3-8B. Empty for
+    `model.path`, as on a file system that clients share."""
+    max_request_mb: PositiveInt = 64
+    """Maximum size of a request."""
+    max_pending: PositiveInt = 4096
+    """Maximum number of requests that wait; others get status 429."""
+    max_models: PositiveInt = 8
+    """Maximum number of models of all clients, each of which takes host memory for its trained state."""
+    session_timeout_s: Annotated[float, Range(10, 1e6)] = 600.0
+    """A session without a request or heartbeat for so long ends, and its models are dropped. What it saved stays."""
+
+
+class ServeController(Controller):
+    item = "requests"
+    Options = ServeOptions
+
+    @classmethod
+    def roles(cls, config: Config) -> tuple[str, ...]:
+        return ("actor", "rollout")
+
+    @classmethod
+    def declare_requirements(cls, config: Config) -> Requirements:
+        check_config(config)
+        return super().declare_requirements(config)
+
+    def load_items(self, flow: Flow) -> Sequence[str]:
+        return ("requests",)
+
+    def num_updates(self, role: str) -> int:
+        return 1  # clients set the learning rate of each update
+
+    def step(self, flow: Flow, items: Sequence[str]) -> StepResult:
+        from megarl.serve.client_models import ClientModels  # Megatron, which the launcher and checks do not import
+
+        engines = flow.rollout.engines
+        models = ClientModels(flow.actor, engines)
+        engine, node = engines.lead_engine, socket.gethostname()
+        address = None if engine is None else (node, engine.url, engine.api_key)
+        addresses = [
+            EngineAddress(url, key)
+            for other, url, key in filter(None, ranks.all_gather_objects(address))
+            if other == ranks.broadcast_object(node)
+        ]
+        queue = WorkQueue(self.options.max_pending)
+        saved = SavedWeights(Path(flow.config.run.dir, "clients").absolute())
+        service = None
+        self._save_base(models, saved)
+        try:
+            if ranks.is_lead():
+                config = flow.config
+                sampler = EngineSampler(addresses, config.rollout.max_context, config.rollout.request_timeout)
+                service = TinkerService(
+                    config, flow.data.max_positions, self._service_settings(), saved, queue, sampler, flow.log.log
+                )
+                url = service.start(self.options.host, self.options.port)
+                Path(config.run.dir, "serve_url").write_text(f"{url}\n")
+                flow.log.log(f"serving {config.model.path} at {url}")
+            count = self._execute_commands(models, queue, service)
+        finally:
+            if service is not None:
+                service.close()
+        return StepResult({"serve/commands": float(count)})
+
+    def _service_settings(self) -> ServiceSettings:
+        options = self.options
+        return ServiceSettings(
+            options.max_request_mb * 2**20,
+            options.max_models,
+            options.session_timeout_s,
+            os.environ.get(KEY_VARIABLE, ""),
+            options.model_name,
+        )
+
+    def _save_base(self, models: ClientModels, saved: SavedWeights) -> None:
+        """Save the weights of `model.path` for samplers of the base model, unless an earlier start has."""
+        folder = saved.base_folder
+        if not ranks.broadcast_object(folder.exists()):
+            ranks.run_on_all(lambda: folder.parent.mkdir(parents=True, exist_ok=True), rank_zero_only=True)
+            models.create(CreateModel(BASE))
+            models.save(SaveModel(BASE, str(folder), for_sampler=True))
+            models.unload(BASE)
+
+    def _execute_commands(self, models: ClientModels, queue: WorkQueue, service: TinkerService | None) -> int:
+        """Execute commands until the service is to stop; return their number."""
+        count, jobs, job = 0, list[SampleJob](), Job(Idle())
+        while True:
+            if ranks.is_lead():
+                job, jobs = queue.next_job(exit_status.is_stop_requested)
+            command: Command = ranks.broadcast_object(BeginSampling(jobs[0].folder) if jobs else job.command)
+            if isinstance(command, Stop):
+                return count
+            count += 1
+            error = ""
+            result: Any = None
+            try:
+                result = execute(models, command)
+            except (RequestRefused, ConfigError) as failure:  # on all ranks
+                error = str(failure)
+            except OSError as failure:  # likewise, see `ranks.run_on_all`
+                error = f"the server cannot read or write: {failure}"
+            if isinstance(command, BeginSampling):
+                if not error:
+                    running = None if service is None else service.run_samples(jobs, result)
+                    while not ranks.broadcast_object(running is None or running.wait(IDLE_S)):
+                        pass
+                models.end_sampling()
+            for item in jobs or (job,):
+                if error:
+                    item.fail(error)
+                elif not jobs:
+                    item.finish(result)
+
+
+def execute(models: ClientModels, command: Command) -> Any:
+    """Execute a command on this rank; return its result on rank 0."""
+    match command:
+        case CreateModel():
+            return models.create(command)
+        case UnloadModel():
+            return models.unload(command.model_id)
+        case ForwardBackward():
+            return models.forward_backward(command)
+        case OptimStep():
+            return models.optim_step(command)
+        case SaveModel():
+            return models.save(command)
+        case LoadModel():
+            return models.load(command)
+        case BeginSampling():
+            return models.begin_sampling(command.folder)
+    return None
+
+
+def check_config(config: Config) -> None:
+    """Raise ConfigError for a configuration that the service cannot run with."""
+    options = ServeController.read_options(config)
+    if options.host not in ("127.0.0.1", "localhost", "::1") and not os.environ.get(KEY_VARIABLE):
+        raise ConfigError(f"options.host={options.host} is open to other machines; set {KEY_VARIABLE}")
+    if config.actor_optimizer.type != "adam":
+        raise ConfigError(
+            f"actor_optimizer.type={config.actor_optimizer.type}: clients send the settings of Adam; leave it unset"
+        )
+    if config.train.routing_replay or config.train.sparse_index_replay:
+        raise ConfigError(
+            "clients send no records of routing: set train.routing_replay and sparse_index_replay to false"
+        )
+    if config.rollout.engine != "sglang":
+        raise ConfigError(f"rollout.engine={config.rollout.engine}: serve samples by SGLang's interface alone")
+    if config.rollout.asynchronous or config.rollout.replay or config.rollout.max_loras:
+        raise ConfigError("serve needs rollout.asynchronous=false, no rollout.replay and rollout.max_loras=0")
+    if 0 not in placement_of(config).ranks_of("actor"):
+        raise ConfigError("serve needs the actor on rank 0, which answers the clients")

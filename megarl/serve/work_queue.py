@@ -1,0 +1,93 @@
+"""The queue of clients' requests between the HTTP server's thread and the thread that executes commands."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from megarl.serve.commands import Command, Idle, Stop
+from megarl.serve.tinker_wire import RequestRefused, SampleRequest
+
+IDLE_S = 5.0
+"""Seconds between `Idle` commands."""
+
+
+class Request:
+    """A request in progress. answer: its result, or RequestRefused or another exception."""
+
+    def __init__(self) -> None:
+        self.answer: Future[Any] = Future()
+
+    def finish(self, result: Any) -> None:
+        if not self.answer.done():
+            self.answer.set_result(result)
+
+    def fail(self, text: str) -> None:
+        if not self.answer.done():
+            self.answer.set_exception(RequestRefused(text))
+
+
+class Job(Request):
+    """A command for all ranks. complete: called after it has succeeded, before its client learns of it."""
+
+    def __init__(self, command: Command, complete: Callable[[], None] = lambda: None) -> None:
+        super().__init__()
+        self.command, self._complete = command, complete
+
+    def finish(self, result: Any) -> None:
+        try:
+            self._complete()
+        except OSError as error:
+            self.fail(f"the server cannot write: {error}")
+        super().finish(result)
+
+
+class SampleJob(Request):
+    """A request to the engines. folder: of the sampler's weights."""
+
+    def __init__(self, folder: str, request: SampleRequest) -> None:
+        super().__init__()
+        self.folder, self.request = folder, request
+
+
+class WorkQueue:
+    """Jobs in the order of arrival. capacity: how many may wait."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._jobs: deque[Job | SampleJob] = deque()
+        self._changed = threading.Condition()
+
+    def put(self, job: Job | SampleJob) -> None:
+        """Add a job. Raises RequestRefused with status 429 if too many wait."""
+        with self._changed:
+            if len(self._jobs) >= self._capacity:
+                raise RequestRefused(f"{self._capacity} requests wait already; try again later", 429)
+            self._jobs.append(job)
+            self._changed.notify()
+
+    def next_job(self, should_stop: Callable[[], bool]) -> tuple[Job, list[SampleJob]]:
+        """Take the next job, or all waiting samples of the next job's weights, which run together.
+
+        Waits for at most `IDLE_S`; the job is then `Idle`.
+        """
+        with self._changed:
+            if not self._jobs:
+                self._changed.wait(IDLE_S)
+            if should_stop():
+                return Job(Stop()), []
+            if not self._jobs:
+                return Job(Idle()), []
+            first = self._jobs.popleft()
+            if isinstance(first, Job):
+                return first, []
+            samples = [job for job in self._jobs if isinstance(job, SampleJob) and job.folder == first.folder]
+            chosen = set(map(id, samples))
+            self._jobs = deque(job for job in self._jobs if id(job) not in chosen)
+            return Job(Idle()), [first, *samples]
+
+    def __len__(self) -> int:
+        return len(self._jobs)
