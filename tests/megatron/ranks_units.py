@@ -1003,7 +1003,7 @@ def zero_spread_alarms() -> list[str]:
     alarms: list[str] = []
     flow.log = SimpleNamespace(
         alarm=alarms.append,
-        timeline=SimpleNamespace(write=lambda spans: None),
+        write_spans=lambda spans: None,
         end_step=lambda step, metrics, *args: metrics,
     )
     for flow.step in range(1, 5):
