@@ -15,9 +15,11 @@ imports of it does not. On a GPU (NEVER RUN BY US, like the whole CUDA list)
 """
 
 import re
+import shutil
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).resolve().parent
 NO_DEPS = {"sglang", "verifiers"}
@@ -59,6 +61,15 @@ def version() -> str:
     return found[1]
 
 
+class BuildWithConfigs(build_py):
+    """Copy configs/ into the package of a wheel. An editable installation reads the checkout's."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            shutil.copytree(HERE / "configs", Path(self.build_lib) / "megarl/configs", dirs_exist_ok=True)
+
+
 setup(
     name="megarl",
     version=version(),
@@ -75,6 +86,7 @@ setup(
         "megarl.observe": ["*.txt"],
         "megarl.view": ["static/*"],
     },
+    cmdclass={"build_py": BuildWithConfigs},
     install_requires=imported(),
     extras_require={
         "cpu": listed("requirements-cpu.txt", NO_DEPS),

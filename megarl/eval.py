@@ -44,7 +44,7 @@ def _parse_counts(text: str) -> tuple[int, ...]:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> Namespace:
-    parser = Parser(__doc__, prog="python -m megarl.eval")
+    parser = Parser(__doc__, prog="megarl eval")
     parser.add_argument(
         "target", type=parse_path_text, metavar="TARGET", help="an HF folder or name, a checkpoint or a run folder"
     )

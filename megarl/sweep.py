@@ -1,9 +1,9 @@
 """Sweep entry point: runs with different values of some keys, and one table of their results.
 
-    .venv/bin/python -m megarl.sweep my.yaml --grid actor_optimizer.lr=1e-6,3e-6 --grid kl.coef=0,0.001 run.dir=runs/a
-    .venv/bin/python -m megarl.sweep my.yaml --search actor_optimizer.lr=log:1e-7..1e-5 --trials 20 run.dir=runs/b
-    .venv/bin/python -m megarl.sweep my.yaml --grid kl.coef=0,0.001 --sbatch "--nodes=2" run.dir=/shared/c
-    .venv/bin/python -m megarl.sweep --table runs/a
+    megarl sweep my.yaml --grid actor_optimizer.lr=1e-6,3e-6 --grid kl.coef=0,0.001 run.dir=runs/a
+    megarl sweep my.yaml --search actor_optimizer.lr=log:1e-7..1e-5 --trials 20 run.dir=runs/b
+    megarl sweep my.yaml --grid kl.coef=0,0.001 --sbatch "--nodes=2" run.dir=/shared/c
+    megarl sweep --table runs/a
 
 `--grid` runs every combination, in turn or with `--sbatch` as the tasks of a Slurm array of slurm/ppo_moe.sh.
 `--search` asks an Optuna study (`pip install optuna`) for each trial; several of these commands may work on one study
@@ -31,7 +31,6 @@ from typing import Any, NamedTuple
 from megarl.config import Config, ConfigError, load_config
 from megarl.config.command_line import Parser, int_in_range, run_cli
 from megarl.config.strict import list_keys
-from megarl.observe.tracker import read_metrics
 from megarl.utils.text import write_atomically
 
 LAST_STEPS = 5
@@ -136,6 +135,8 @@ def list_trials(grid: Mapping[str, Sequence[str]]) -> list[Trial]:
 
 def result_of(run_dir: Path, metric: str) -> float | None:
     """Return a trial's result, or None if it has none. metric: empty for the first of `DEFAULT_METRICS` that exists."""
+    from megarl.observe.tracker import read_metrics  # imports torch
+
     steps = read_metrics(run_dir)
     names = [metric] if metric else DEFAULT_METRICS
     for name in names:
@@ -319,7 +320,7 @@ def read_values(file: Path) -> dict[str, str]:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(__doc__, prog="python -m megarl.sweep")
+    parser = Parser(__doc__, prog="megarl sweep")
     parser.add_argument("config", nargs="?", help="a YAML file")
     parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help="for all trials")
     parser.add_argument("--grid", action="append", default=[], metavar="KEY=VALUE,VALUE", help="all values of a key")

@@ -2,6 +2,8 @@
 
     .venv/bin/python -m megarl.train configs/quickstart.yaml [section.key=value ...] [--dry-run | --rehearse]
 
+`megarl train` is the same.
+
 If the configuration needs more than one rank and they fit on one machine, this program starts them itself. With
 `megarl.torchrun`, which launch/ and slurm/ use, or torch's own torchrun, every rank runs this file. Exit statuses are
 described in `launch/exit_status.py`.
@@ -13,6 +15,7 @@ import difflib
 import os
 import signal
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
@@ -25,8 +28,21 @@ if TYPE_CHECKING:
     from megarl.dry_run.validation import Report
 
 
+EVERYDAY_KEYS = {
+    "what is trained": ("algorithm", "model.path", "actor_optimizer.lr"),
+    "on what": ("data.train", "data.eval", "data.prompts_per_step", "rollout.samples_per_prompt"),
+    "by which reward, with which tools": ("reward.functions", "rollout.tools", "rollout.max_context"),
+    "where, and for how long": ("parallel.world_size", "run.dir", "run.num_rollout", "run.save_every", "run.resume"),
+}
+"""Keys that a first run sets, for `--help`."""
+EXAMPLE = "megarl train configs/quickstart.yaml algorithm=grpo run.dir=runs/mine --dry-run"
+
+
 class _Parser(Parser):
     """Raise usage errors as ConfigError, so that they are reported once, whatever the number of ranks."""
+
+    def format_help(self) -> str:
+        return f"{super().format_help()}\n{describe_everyday_keys()}\n\nexample: {EXAMPLE}\n"
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(
@@ -36,7 +52,7 @@ class _Parser(Parser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = _Parser("Train by RL, SFT or on preferences.", prog="python -m megarl.train")
+    parser = _Parser("Train by RL, SFT or on preferences.", prog="megarl train")
     parser.add_argument("config", nargs="?", help="a YAML file, see configs/")
     parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
     parser.add_argument("--dry-run", action="store_true", help="check everything and print the plan, start nothing")
@@ -91,6 +107,27 @@ def _rehearse(config: Config, report: Report) -> int:
     sizes = config.parallel.gpu_gb, config.parallel.host_gb
     _print(rehearsal.render(result, *sizes))
     return int(bool(result.faults) or not result.fits(*sizes))
+
+
+def describe_everyday_keys() -> str:
+    """Return the keys that a first run sets in groups, with their defaults and meanings."""
+    defaults, meanings = dict(describe_keys()), strict.collect_key_docs(Config)
+    lines = ["keys, in the file or as section.key=value:"]
+    for group, keys in EVERYDAY_KEYS.items():
+        lines += ["", f"  {group}"]
+        for key in keys:
+            text = f"{meanings[key]} (default: {_format_default(defaults[key])})"
+            lines += textwrap.wrap(text, 110, initial_indent=f"    {key:<27} ", subsequent_indent=" " * 32)
+    others = len(defaults) - sum(map(len, EVERYDAY_KEYS.values()))
+    lines += [
+        "",
+        f"  {others} more keys, all with defaults: `megarl train --keys`, or those that match, `--keys rollout lr`",
+    ]
+    return "\n".join(lines)
+
+
+def _format_default(value: object) -> str:
+    return "none" if value in ("", (), None) else str(value)
 
 
 def list_keys(words: Sequence[str] = ()) -> list[str]:

@@ -27,7 +27,7 @@ set -euo pipefail
 cd "${MEGARL_ROOT:-$SLURM_SUBMIT_DIR}"
 config=${1:-configs/deepseek_v3_671b.yaml}
 [ $# -eq 0 ] || shift
-if [ -n "${MEGARL_SWEEP:-}" ]; then  # a task of `python -m megarl.sweep --sbatch`
+if [ -n "${MEGARL_SWEEP:-}" ]; then  # a task of `megarl sweep --sbatch`
     mapfile -t overrides <"$MEGARL_SWEEP/$(printf %04d "$SLURM_ARRAY_TASK_ID").overrides"
     set -- "$@" "${overrides[@]}"
 fi

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from scripted import CHAT, CONFIG, TOKENIZER, FailingPolicy, ScriptedPolicy, call, parse
 
-from megarl.chat import ChatConversation, IncrementalDetokenizer, describe_tools, printable
+from megarl.chat_conversation import ChatConversation, IncrementalDetokenizer, describe_tools, printable
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import Config
 from megarl.engine.engine_protocol import RequestFailed

@@ -20,7 +20,7 @@ LAYERS = (
     {"processes", "types"},
     {"algorithms", "data", "parallel", "sandbox"},
     {"environments", "launch", "models"},
-    {"chat_format", "cpu", "reshard", "rewards", "torchrun", "__main__"},
+    {"chat_format", "cpu", "reshard", "rewards", "torchrun", "doctor", "__main__"},
     {"checkpoint", "item_reader", "engine"},
     {"megatron"},
     {"rollout"},
@@ -30,8 +30,9 @@ LAYERS = (
     {"checkpointing", "dry_run"},
     {"flow", "model_sources"},
     {"rehearse"},
-    {"chat", "train"},
-    {"eval", "serve", "sweep"},
+    {"chat_conversation", "train"},
+    {"chat"},
+    {"eval", "serve", "sweep", "completion"},
 )
 LEVEL = {"": 0} | {name: level for level, names in enumerate(LAYERS, 1) for name in names}  # "": the version
 

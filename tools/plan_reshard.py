@@ -34,13 +34,14 @@ from megarl.config.command_line import (
     run_cli,
 )
 from megarl.controllers.controller import load_requirements
+from megarl.dry_run.plan_layouts import MAX_NUMBER, MODELS, model_config, sizes
 from megarl.dry_run.suggest_layout import check_feasible, split_layers
 from megarl.engine.engine_backends import plan_from_config
 from megarl.models.family import HFConfig
 from megarl.models.fp8 import BLOCK
 from megarl.models.int4 import is_int4
 from megarl.models.pipeline_stages import stage_layers
-from megarl.models.registry import family_of, load_hf_config
+from megarl.models.registry import family_of
 from megarl.parallel.placement import format_ranges
 from megarl.reshard.plan.bound import Bound, Columns, compute_bound, expand_to_ranks, list_layer_columns
 from megarl.reshard.plan.cost_report import (
@@ -53,28 +54,9 @@ from megarl.reshard.plan.cost_report import (
 )
 from megarl.reshard.plan.layout import EngineLayout, TrainLayout, Wire, build_rank_map, even_stages
 
-FOLDER = Path(__file__).resolve().parents[1] / "configs/models"
-MODELS = {file.stem.replace("_", "-"): file for file in sorted(FOLDER.glob("*.json"))}
 TRAIN = {"world": 0, "tp": 1, "pp": 1, "vpp": 1, "ep": 1, "etp": 1, "cp": 1}
 ENGINE = {"tp": 0, "ep": 1, "dp": 1, "mlp_tp": 0, "head_tp": 0, "shared_tp": 0}
-MAX_NUMBER = 1 << 20  # limit of any number in a layout: GPUs, stages
 LEAST_GAIN = 0.002  # smallest gain of another split that is worth a line
-
-
-def sizes(text: str, allowed: Mapping[str, int], option: str) -> dict[str, int]:
-    """Parse `tp=8,pp=16`. Raises ConfigError; a key whose default is 0 and that comes first is required."""
-    values = dict(allowed)
-    for part in filter(None, text.split(",")):
-        key, _, value = part.partition("=")
-        if key not in allowed:
-            raise ConfigError(f"{option} has no {key!r}; it is made of {', '.join(allowed)}, as in tp=8,ep=8")
-        if not value.isdecimal() or len(value) > 9 or not 0 < int(value) <= MAX_NUMBER:
-            raise ConfigError(f"{option} {key} must be a positive number of at most {MAX_NUMBER}, not {value[:40]!r}")
-        values[key] = int(value)
-    required = next(iter(allowed))
-    if not values[required]:
-        raise ConfigError(f"{option} needs {required}=...")
-    return values
 
 
 def rank_set(text: str, option: str) -> tuple[int, ...]:
@@ -87,13 +69,6 @@ def rank_set(text: str, option: str) -> tuple[int, ...]:
             raise ConfigError(f"{option} must be ranks such as 0-3,8,9, not {part[:40]!r}")
         ranks += range(int(ends[0]), int(ends[1]) + 1)
     return tuple(ranks)
-
-
-def model_config(name: str) -> HFConfig:
-    """Load a model config by its name in MegaRL, or from a config.json or its folder."""
-    if name not in MODELS and not Path(name).exists():
-        raise ConfigError(f"--model {name[:200]} is neither a file nor one of {', '.join(MODELS)}")
-    return load_hf_config(MODELS.get(name, name))
 
 
 def build_config(options: argparse.Namespace, hf: HFConfig) -> Config:

@@ -19,16 +19,15 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from report import load_run, plot
-
 from megarl.config import ConfigError
 from megarl.config.command_line import Parser, run_cli
+from megarl.observe.run_report import load_run, plot
 from megarl.view.page import load, write_page
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES: dict[str, Sequence[str]] = {
     "architecture.svg": ("tools/readme_pictures.py",),
-    "learning_curve.png": ("tools/report.py",),
+    "learning_curve.png": ("megarl/observe/run_report.py",),
     "viewer.png": ("megarl/view/page.py", "megarl/view/static/*.js", "megarl/view/static/*.css"),
 }
 """The code that draws each picture, as patterns of files in the repository."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megarl.config import strict
+from megarl.config import shipped_files, strict
 from megarl.config.keys import (  # noqa: F401  re-exported
     AUTO_KEYS,
     AdvantageConfig,
@@ -203,11 +203,13 @@ class Config:
 def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Config:
     """Read a YAML file and apply `section.key=value` overrides, whose values are YAML too.
 
+    path: a file, or the name of a recipe that comes with MegaRL, such as `quickstart` (`shipped_files.py`).
+
     Expands paths in the file, and the file's own (`megarl/config/paths.py`). Resolves Hub names of models to the copies
     in this machine's cache. Raises ConfigError, naming the key and the closest known one, for a key that is unknown, of
     the wrong type, out of range or given twice.
     """
-    file = expand(str(path), "the configuration file")
+    file = shipped_files.find_file(expand(str(path), "the configuration file"))
     if str(path) and os.path.isdir(file):
         raise ConfigError(f"{path} is a folder; name the configuration file, which is YAML")
     if not os.path.isfile(file):
@@ -238,7 +240,11 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Confi
     config = from_dict(plain_yaml.apply_overrides(tree, overrides, example_keys))
     return replace(
         config,
-        model=replace(config.model, path=find_model_folder(config.model.path)),
+        model=replace(
+            config.model,
+            path=find_model_folder(config.model.path),
+            hf_config=shipped_files.find_file(config.model.hf_config),
+        ),
         critic=replace(config.critic, path=find_model_folder(config.critic.path)),
         reward=replace(config.reward, model=find_model_folder(config.reward.model)),
     )

@@ -124,6 +124,9 @@ AutoKey = Literal[
 ]
 AUTO_KEYS: tuple[AutoKey, ...] = get_args(AutoKey)
 
+RECOMPUTE_MODES = ("none", "selective", "full")
+"""Kinds of activation recomputation, the least first."""
+
 
 @dataclass(frozen=True)
 class ParallelConfig:

@@ -10,13 +10,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from megarl.config import Config, ConfigError
+from megarl.config.keys import RECOMPUTE_MODES
 from megarl.controllers.mini_batches import needs_old_logprobs
 from megarl.dry_run import config_checks as checks
 from megarl.dry_run.auto_layout import optimizer_step_time
 from megarl.dry_run.job_models import JobModels, raise_failure
 from megarl.dry_run.suggest_layout import (
     MAX_EXPERT_RANKS,
-    RECOMPUTE_MODES,
     USABLE_FRACTION,
     Search,
     recompute_settings,

@@ -13,6 +13,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from megarl.config import AUTO_KEYS, Config, ConfigError, ParallelConfig
+from megarl.config.keys import RECOMPUTE_MODES
 from megarl.dry_run import config_checks as checks
 from megarl.dry_run.job_models import JobModels, raise_failure
 from megarl.engine.engine_backends import plan_from_config
@@ -24,7 +25,6 @@ from megarl.parallel.placement import check_placement, placement_of, role_config
 from megarl.types.requirements import Requirements
 
 SIZES = ("tp", "pp", "vpp", "cp", "ep", "etp")  # of a layout
-RECOMPUTE_MODES = ("none", "selective", "full")  # of activation recomputation, the least first
 USABLE_FRACTION = 0.93  # of a GPU's memory; the rest is for CUDA, NCCL and fragmentation
 TIE_RATIO = 1.1  # layouts whose modelled seconds differ by less count as equal: the model is no more accurate
 MAX_EXPERT_RANKS = 64  # upper limit: all-to-alls among more run far below the links' speed, which is not modelled

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from megarl.__main__ import COMMANDS
+
 ROOT = Path(__file__).resolve().parents[2]
 
 PLANNED: set[str] = set()
@@ -58,8 +60,10 @@ class Command(NamedTuple):
 
     @property
     def program(self) -> str:
-        """`-m megarl.train`, `tools/report.py`, `launch/quickstart.sh`, or the name of a program."""
+        """`-m megarl.train`, also of `megarl train`, `tools/report.py`, `launch/quickstart.sh`, or a program's name."""
         words = list(self.words)
+        if self.megarl_command:
+            return f"-m {COMMANDS[self.megarl_command].module}"
         if words[0].rpartition("/")[2].startswith("python"):
             words = words[1:]
             return f"-m {words[1]}" if words[0] == "-m" else words[0]
@@ -68,7 +72,15 @@ class Command(NamedTuple):
         return words[0]
 
     @property
+    def megarl_command(self) -> str:
+        """`train` of `.venv/bin/megarl train my.yaml`; empty for another program."""
+        first, second = (*self.words, "", "")[:2]
+        return second if first.rpartition("/")[2] == "megarl" and second in COMMANDS else ""
+
+    @property
     def arguments(self) -> list[str]:
+        if self.megarl_command:
+            return list(self.words[2:])
         name = self.program.removeprefix("-m ")
         return list(self.words[self.words.index(name) + 1 :])
 

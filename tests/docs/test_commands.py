@@ -156,6 +156,6 @@ def test_detects_unknown_options() -> None:
 
 def test_pages_contain_the_main_commands() -> None:
     tested = {command.program for _, command in COMMANDS}
-    assert "-m megarl.train" in tested and "tools/report.py" in tested
+    assert "-m megarl.train" in tested and "-m megarl.observe.run_report" in tested
     with pytest.raises(ConfigError):
         load_config(ROOT / "configs/quickstart.yaml", ["train.nonsense=1"])

@@ -81,7 +81,7 @@ def test_every_program_is_documented() -> None:
         "launch/ppo_hello.py"  # an argument of torchrun
     }
     # Imported by other tools.
-    parts = {f"tools/{name}.py" for name in ("local_ranks", "intervals", "trials")}
+    parts = {f"tools/{name}.py" for name in ("local_ranks", "trials")}
     assert {f"tools/{path.name}" for path in ROOT.glob("tools/*.py")} - actual == parts
 
 

@@ -15,6 +15,10 @@ from packaging.utils import canonicalize_name
 import megarl
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "view"))
+
+import example_run  # noqa: E402
+
 pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.nightly]
 OPTIONAL_PACKAGES = {"flashinfer", "mcp", "mlflow", "sglang", "swanlab", "verifiers", "vllm", "wandb"}
 """Imported only on request: extras, or packages installed without their dependencies."""
@@ -25,10 +29,15 @@ def package_files() -> list[Path]:
     return [file for file in (ROOT / "megarl").rglob("*") if file.is_file() and "__pycache__" not in file.parts]
 
 
+def config_files() -> list[Path]:
+    return [file for file in (ROOT / "configs").rglob("*") if file.is_file()]
+
+
 def build(target: Path, *options: str) -> Path:
     """Build the wheel from a copy, because setuptools leaves build folders behind."""
     copy = target / "copy"
-    for file in (*package_files(), *ROOT.glob("launch/requirements*"), ROOT / "setup.py", ROOT / "MANIFEST.in"):
+    lists = (*ROOT.glob("launch/requirements*"), *config_files())
+    for file in (*package_files(), *lists, ROOT / "setup.py", ROOT / "MANIFEST.in"):
         name = file.relative_to(ROOT)
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         (copy / name).write_bytes(file.read_bytes())
@@ -86,6 +95,34 @@ def test_includes_every_file(installed: Path) -> None:
     left_out = [name for name in package_paths if not (installed / name).is_file() and not name.endswith(".png")]
     assert len(package_paths) > 150 and not left_out
     assert (installed / "megarl" / "py.typed").is_file()
+    for file in config_files():
+        assert (installed / "megarl" / file.relative_to(ROOT)).read_bytes() == file.read_bytes()
+
+
+def test_commands_run_outside_of_a_checkout(installed: Path, tmp_path: Path) -> None:
+    """The whole of a newcomer's walk: check the machine, copy a recipe, check it, plan it, look at a recorded run."""
+    run_folder = tmp_path / "run"
+    example_run.write_run(run_folder)
+
+    def run_command(*arguments: str) -> str:
+        code = "import sys; sys.path.remove(''); from megarl.__main__ import main; sys.exit(main())"
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", code, *arguments],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=180,
+            env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(installed), "HOME": str(tmp_path)},
+        )
+        assert done.returncode == 0, (arguments, done.stdout + done.stderr)
+        return done.stdout
+
+    assert "Next: " in run_command("doctor")
+    assert "wrote quickstart_sft.yaml" in run_command("recipes", "quickstart_sft")
+    assert "qwen3-30b-a3b" in run_command("plan", "--help")
+    assert "GB" in run_command("plan", "--model", "qwen3-30b-a3b", "--gpus", "16", "--gpu-gb", "80")
+    run_command("view", str(run_folder), "--out", "page.html")
+    assert (tmp_path / "page.html").stat().st_size > 10_000
 
 
 def test_command_runs_from_the_package(installed: Path, tmp_path: Path) -> None:

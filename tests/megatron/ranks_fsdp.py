@@ -133,9 +133,8 @@ def gap(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> floa
 
 
 def check(name: str, folder: Path) -> dict[str, Any]:
-    from plan_memory import model_state_bytes
-
     from megarl.checkpoint.export import gather_hf
+    from megarl.dry_run.plan_layouts import model_state_bytes
     from megarl.megatron.dist_checkpoint import async_copy_bytes, restore_model
     from megarl.megatron.lora import named_adapters
     from megarl.megatron.optimizer import state_tensors

@@ -164,8 +164,7 @@ def largest_difference(
 
 
 def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[str, float]:
-    from plan_memory import model_state_bytes
-
+    from megarl.dry_run.plan_layouts import model_state_bytes
     from megarl.megatron.trainer_model import MegatronModel
 
     sections: dict[str, Any] = {"actor_optimizer": ADAM, "critic": {"optimizer": ADAM}}

@@ -142,8 +142,7 @@ def gathered(model: Any) -> dict[str, torch.Tensor]:
 
 
 def check(name: str, folder: Path) -> dict[str, Any]:
-    from plan_memory import model_state_bytes
-
+    from megarl.dry_run.plan_layouts import model_state_bytes
     from megarl.megatron.dist_checkpoint import async_copy_bytes, restore_model
     from megarl.megatron.trainer_model import MegatronModel
 

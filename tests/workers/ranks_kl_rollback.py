@@ -177,7 +177,7 @@ def roll_back_nan_kl(actor: ActorWorker) -> bool:
 
 def snapshot_bytes(actor: ActorWorker) -> list[int]:
     """Return the bytes of the snapshot, and of weights plus this rank's optimizer states."""
-    from plan_memory import model_state_bytes
+    from megarl.dry_run.plan_layouts import model_state_bytes
 
     assert actor.model is not None
     parts = model_state_bytes(actor.model)

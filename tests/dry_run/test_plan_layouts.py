@@ -1,8 +1,7 @@
-"""`plan_memory`: which layouts fit, the suggestion, option errors, and predictions against built models."""
+"""`megarl plan`: which layouts fit, the suggestion, option errors, and predictions against built models."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 
 from megarl.config import from_dict
+from megarl.dry_run import plan_command
 from megarl.dry_run.validation import validate
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,13 +53,9 @@ Tool = Callable[..., tuple[int, dict[str, Any], str]]
 @pytest.fixture
 def tool(capsys: pytest.CaptureFixture[str]) -> Tool:
     """A function of arguments that returns exit code, parsed JSON output and stderr."""
-    spec = importlib.util.spec_from_file_location("plan_memory", TOOL)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
 
     def run(*arguments: str) -> tuple[int, dict[str, Any], str]:
-        code = module.main([*arguments, "--json"])
+        code = plan_command.main([*arguments, "--json"])
         out, err = capsys.readouterr()
         return code, json.loads(out) if out else {}, err
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,10 +10,7 @@ import pytest
 
 from megarl.config import ConfigError
 from megarl.observe.clock import DATA, REMOTE, STEP, WAIT, Span, Timeline, timeline_file
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
-
-import timeline  # noqa: E402
+from megarl.view import run_timeline
 
 pytestmark = pytest.mark.alone
 
@@ -65,7 +61,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def test_overlaps_of_role_pairs(run_dir: Path) -> None:
-    result = timeline.overlaps(timeline.load(run_dir), [1])
+    result = run_timeline.overlaps(run_timeline.load(run_dir), [1])
     assert result == pytest.approx(
         {
             ("actor", "critic"): 2.5,
@@ -79,7 +75,7 @@ def test_overlaps_of_role_pairs(run_dir: Path) -> None:
 
 
 def test_shares_of_each_rank(run_dir: Path) -> None:
-    result = timeline.shares(timeline.load(run_dir), [1])
+    result = run_timeline.shares(run_timeline.load(run_dir), [1])
     assert result[0] == pytest.approx({"work": 0.35, WAIT: 0.05, DATA: 0.0, "controller": 0.6})
     assert result[1] == pytest.approx({"work": 0.4, WAIT: 0.0, DATA: 0.05, "controller": 0.55})
     # Waiting for its own thread counts as work.
@@ -87,7 +83,7 @@ def test_shares_of_each_rank(run_dir: Path) -> None:
 
 
 def test_idle_and_controller_time_of_a_step(run_dir: Path) -> None:
-    result = timeline.cost(timeline.load(run_dir), 1)
+    result = run_timeline.cost(run_timeline.load(run_dir), 1)
     # Some rank works from 0.5 to 3.5 and from 4 to 9.
     assert (result.length, result.idle) == pytest.approx((10.0, 2.0))
     assert (result.controller, result.data) == pytest.approx((6.0, 0.5))
@@ -98,21 +94,21 @@ def test_generation_of_the_next_step_overlaps_training(run_dir: Path) -> None:
     write_step(
         run_dir, 2, {0: [main_span("actor_update", "actor", 1, 2)], 1: [], 2: [generation(2, -6, 1.5)]}, begin=10
     )
-    run = timeline.load(run_dir)
+    run = run_timeline.load(run_dir)
     # Actor in step 1 after 4 s: [4, 4.5], [5, 6], [7, 9]; in step 2: [1, 1.5].
-    assert timeline.overlaps(run, [1])["actor", "rollout"] == pytest.approx(3.5)
-    assert timeline.overlaps(run, [2])["actor", "rollout"] == pytest.approx(0.5)
-    assert timeline.overlaps(run, [1, 2])["actor", "rollout"] == pytest.approx(4.0)
+    assert run_timeline.overlaps(run, [1])["actor", "rollout"] == pytest.approx(3.5)
+    assert run_timeline.overlaps(run, [2])["actor", "rollout"] == pytest.approx(0.5)
+    assert run_timeline.overlaps(run, [1, 2])["actor", "rollout"] == pytest.approx(4.0)
 
 
 def test_engine_work_counts_on_all_of_its_ranks(tmp_path: Path) -> None:
     write_step(tmp_path, 1, {0: [generation(1, 0, 4, (0, 1))], 1: []})
-    result = timeline.shares(timeline.load(tmp_path), [1])
+    result = run_timeline.shares(run_timeline.load(tmp_path), [1])
     assert result[0]["work"] == result[1]["work"] == pytest.approx(0.4)
 
 
 def test_draws_the_chart(run_dir: Path) -> None:
-    lines = [line.plain for line in timeline.picture(timeline.load(run_dir), [1], width=54)]
+    lines = [line.plain for line in run_timeline.picture(run_timeline.load(run_dir), [1], width=54)]
     assert [line.rstrip() for line in lines[:5]] == [
         "             |1",
         "rank 0                       AA··AAAA    CCCCCCCC",
@@ -132,16 +128,16 @@ def test_row_shows_the_dominant_span_per_cell() -> None:
         main_span("actor_update", "actor", 6, 9),
         generation(3, 9, 10),
     ]
-    cells = timeline.row(spans, 0.0, 10.0, 10)
+    cells = run_timeline.row(spans, 0.0, 10.0, 10)
     assert cells == [WAIT, "wake", WAIT, WAIT, "", "", *["actor_update"] * 3, "generation"]
     # The longest span wins a cell: four seconds with one of another span, or three of five.
-    assert timeline.row(spans, 0.0, 10.0, 2) == [WAIT, "actor_update"]
-    assert timeline.row([main_span("a", "x", 0, 1), main_span("b", "y", 1, 4)], 0.0, 4.0, 2) == ["a", "b"]
+    assert run_timeline.row(spans, 0.0, 10.0, 2) == [WAIT, "actor_update"]
+    assert run_timeline.row([main_span("a", "x", 0, 1), main_span("b", "y", 1, 4)], 0.0, 4.0, 2) == ["a", "b"]
 
 
 def test_each_span_kind_has_a_distinct_mark() -> None:
-    result = timeline.marks(["actor_logprobs", "actor_update", "critic_update", "generation"])
-    assert result == timeline.MARKS | {
+    result = run_timeline.marks(["actor_logprobs", "actor_update", "critic_update", "generation"])
+    assert result == run_timeline.MARKS | {
         "actor_logprobs": "A",
         "actor_update": "C",
         "critic_update": "R",
@@ -151,10 +147,10 @@ def test_each_span_kind_has_a_distinct_mark() -> None:
 
 def test_interval_operations() -> None:
     a, b = [(0.0, 4.0), (6.0, 8.0)], [(1.0, 2.0), (3.0, 7.0)]
-    assert timeline.union([(3, 7), (1, 2), (2, 2.5), (5, 5)]) == [(1, 2.5), (3, 7)]
-    assert timeline.common(a, b) == [(1, 2), (3, 4), (6, 7)]
-    assert timeline.without(a, b) == [(0, 1), (2, 3), (7, 8)]
-    assert timeline.without(a, []) == a and timeline.common(a, []) == []
+    assert run_timeline.union([(3, 7), (1, 2), (2, 2.5), (5, 5)]) == [(1, 2.5), (3, 7)]
+    assert run_timeline.common(a, b) == [(1, 2), (3, 4), (6, 7)]
+    assert run_timeline.without(a, b) == [(0, 1), (2, 3), (7, 8)]
+    assert run_timeline.without(a, []) == a and run_timeline.common(a, []) == []
 
 
 def test_innermost_spans() -> None:
@@ -164,7 +160,7 @@ def test_innermost_spans() -> None:
         main_span("c", "x", 3, 4),
         main_span("d", "x", 5, 6),
     ]
-    assert [(s.name, s.begin, s.end) for s in timeline.innermost(spans)] == [
+    assert [(s.name, s.begin, s.end) for s in run_timeline.innermost(spans)] == [
         ("a", 0, 2),
         ("b", 2, 3),
         ("c", 3, 4),
@@ -178,24 +174,24 @@ def test_repeated_steps_count_once(run_dir: Path) -> None:
     """After a resume on two ranks from step 1, the third rank's file has only old steps."""
     write_step(run_dir, 2, {rank: [main_span("actor_update", "actor", 0, 9)] for rank in range(3)}, begin=10)
     write_step(run_dir, 2, {rank: [main_span("actor_update", "actor", 0, 1)] for rank in range(2)}, begin=100)
-    run = timeline.load(run_dir)
+    run = run_timeline.load(run_dir)
     assert {step: sorted(by_rank) for step, by_rank in run.windows.items()} == {1: [0, 1, 2], 2: [0, 1]}
-    assert timeline.shares(run, [2])[0]["work"] == pytest.approx(0.1)
+    assert run_timeline.shares(run, [2])[0]["work"] == pytest.approx(0.1)
 
 
 def test_pause_between_runs_is_excluded(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Stopped after step 1 and resumed an hour later: loads the model, then trains."""
     resumed = [main_span("load", "actor", -20, -1), main_span("actor_update", "actor", 0, 5)]
     write_step(run_dir, 2, {0: resumed, 1: [], 2: []}, begin=3610)
-    run = timeline.load(run_dir)
+    run = run_timeline.load(run_dir)
     begin, end = run.bounds([1, 2])
     assert end - begin == pytest.approx(20) and run.pauses == pytest.approx({2: 3600})
-    assert timeline.shares(run, [1, 2])[0]["work"] == pytest.approx((3.5 + 5) / 20)
-    assert timeline.cost(run, 2).idle == pytest.approx(5)
-    assert timeline.main([str(run_dir)]) == 0
+    assert run_timeline.shares(run, [1, 2])[0]["work"] == pytest.approx((3.5 + 5) / 20)
+    assert run_timeline.cost(run, 2).idle == pytest.approx(5)
+    assert run_timeline.main([str(run_dir)]) == 0
     output = capsys.readouterr().out
     assert "before step 2 the run was stopped and resumed: 3600 s are left out" in output and "10.00" in output
-    assert timeline.main([str(run_dir), "--steps", "2"]) == 0
+    assert run_timeline.main([str(run_dir), "--steps", "2"]) == 0
     assert "left out" not in capsys.readouterr().out
 
 
@@ -203,15 +199,15 @@ def test_evaluation_between_steps_is_not_a_pause(tmp_path: Path) -> None:
     lines = Timeline(tmp_path, 0, warn=pytest.fail)
     lines.write([main_span("step 1", STEP, 1e9, 1e9 + 10)])
     lines.write([main_span("evaluate", "rollout", 1e9 + 10, 1e9 + 30), main_span("step 2", STEP, 1e9 + 30, 1e9 + 40)])
-    run = timeline.load(tmp_path)
+    run = run_timeline.load(tmp_path)
     begin, end = run.bounds([1, 2])
     assert end - begin == pytest.approx(40) and not run.pauses
-    assert timeline.shares(run, [1, 2])[0]["work"] == pytest.approx(0.5)
+    assert run_timeline.shares(run, [1, 2])[0]["work"] == pytest.approx(0.5)
 
 
 def test_writes_a_merged_trace(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "all.json"
-    assert timeline.main([str(run_dir), "--out", str(out)]) == 0
+    assert run_timeline.main([str(run_dir), "--out", str(out)]) == 0
     events = json.loads(out.read_text())["traceEvents"]
     process_names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert process_names == {0: "rank 0", 1: "rank 1", 2: "rank 2"}
@@ -222,14 +218,14 @@ def test_writes_a_merged_trace(run_dir: Path, tmp_path: Path, capsys: pytest.Cap
 
 
 def test_skips_invalid_lines(run_dir: Path) -> None:
-    expected = timeline.load(run_dir)
+    expected = run_timeline.load(run_dir)
     event = {"name": "x", "cat": "actor", "ph": "X", "ts": 10**15, "dur": 10**7, "pid": 0, "tid": 0, "args": {}}
     broken: list[object] = [5, [], {"ph": "X"}, {"ph": "M", "args": 3, "tid": 0}]
     broken += [event | invalid for invalid in ({"ts": "1"}, {"dur": -1}, {"args": {"ranks": [None]}}, {"name": 3})]
     with timeline_file(run_dir, 0).open("ab") as file:
         file.write(b'{"name": "act\n\xff\xfe\n' + b"[" * 10**5 + b"\n")
         file.write("".join(f"{json.dumps(line)},\n" for line in broken).encode())
-    assert timeline.load(run_dir) == expected
+    assert run_timeline.load(run_dir) == expected
 
 
 def test_invalid_options_print_one_line(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -244,13 +240,13 @@ def test_invalid_options_print_one_line(run_dir: Path, tmp_path: Path, capsys: p
         ([run_dir, "--steps", "2-3"], "names none that was done"),
         ([run_dir, "--out", empty], "is a folder; name a file"),
     ):
-        assert timeline.main([str(argument) for argument in arguments]) == 2
+        assert run_timeline.main([str(argument) for argument in arguments]) == 2
         output = capsys.readouterr().err.splitlines()
         assert len(output) == 1 and output[0].startswith("error: ") and text in output[0]
     with pytest.raises(ConfigError):
-        timeline.load(empty)
+        run_timeline.load(empty)
 
 
 def test_overhead_is_the_median_idle_time() -> None:
-    costs = [timeline.Cost(10.0, idle, 1.0, 1.0) for idle in (0.1, 0.2, 9.0)]
-    assert timeline.overhead(costs) == "overhead: 0.200 s of a step, 2.0%; 1% of one of 20 s"
+    costs = [run_timeline.Cost(10.0, idle, 1.0, 1.0) for idle in (0.1, 0.2, 9.0)]
+    assert run_timeline.overhead(costs) == "overhead: 0.200 s of a step, 2.0%; 1% of one of 20 s"

@@ -1,4 +1,4 @@
-"""Command lines of `view` and `view_rollouts`."""
+"""Command lines of `megarl view` and `tools/view_rollouts.py`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tests" / "view")]
 
 import example_run  # noqa: E402
-import view  # noqa: E402
 import view_rollouts  # noqa: E402
+
+from megarl.view import view_runs  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
@@ -23,7 +24,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_writes_the_page_into_the_run_folder(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert view.main([str(run_dir)]) == 0
+    assert view_runs.main([str(run_dir)]) == 0
     output = capsys.readouterr().out
     assert (
         f"wrote {run_dir / 'view.html'}" in output
@@ -31,27 +32,27 @@ def test_writes_the_page_into_the_run_folder(run_dir: Path, capsys: pytest.Captu
         and "note" not in output
     )
     assert (run_dir / "view.html").is_file() and (run_dir / "view_files" / "tokens-0-3-0.js").is_file()
-    assert view.main([str(run_dir), "--details", "0"]) == 0
+    assert view_runs.main([str(run_dir), "--details", "0"]) == 0
     assert "tokens of 0 of them" in capsys.readouterr().out and not (run_dir / "view_files").exists()
 
 
 def test_page_of_two_runs_has_its_own_name(tmp_path: Path) -> None:
     first, second = example_run.write_run(tmp_path / "a"), example_run.write_run(tmp_path / "b")
-    assert view.main([str(first)]) == 0
+    assert view_runs.main([str(first)]) == 0
     original = (first / "view.html").read_bytes()
-    assert view.main([str(first), str(second)]) == 0
+    assert view_runs.main([str(first), str(second)]) == 0
     assert (first / "view.html").read_bytes() == original and (first / "view_b.html").is_file()
 
 
 def test_writes_nothing_into_other_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "other").mkdir()
-    assert view.main([str(tmp_path / "other")]) == 2
+    assert view_runs.main([str(tmp_path / "other")]) == 2
     assert f"error: {tmp_path / 'other'} is not a run folder" in capsys.readouterr().err
     assert not list((tmp_path / "other").iterdir())
 
 
 def test_draws_spans_of_the_last_steps(run_dir: Path, tmp_path: Path) -> None:
-    result = view.load_spans(run_dir)
+    result = view_runs.load_spans(run_dir)
     assert result is not None and result["steps"] == [1, 2, 3] and result["length"] == 9
     assert result["rows"] == [
         {
@@ -59,21 +60,21 @@ def test_draws_spans_of_the_last_steps(run_dir: Path, tmp_path: Path) -> None:
             "spans": [["generation", f"generation of step {step + 1}", 3 * step, 3 * step + 2] for step in range(3)],
         }
     ]
-    assert view.load_spans(tmp_path) is None
+    assert view_runs.load_spans(tmp_path) is None
     (tmp_path / "timeline").mkdir()
     (tmp_path / "timeline" / "rank_00000.json").write_bytes(b"\xff[")
-    damaged = view.load_spans(tmp_path)
+    damaged = view_runs.load_spans(tmp_path)
     assert damaged is not None and damaged["rows"] == [] and "no step yet, or are damaged" in damaged["notes"][0]
 
 
 def test_empty_folder_gives_a_page_with_notes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
-    assert view.main([str(tmp_path / "empty"), "-o", str(tmp_path / "a.html")]) == 0
+    assert view_runs.main([str(tmp_path / "empty"), "-o", str(tmp_path / "a.html")]) == 0
     output = capsys.readouterr().out
     assert output.count("note: ") == 3 and "0 rollouts" in output and (tmp_path / "a.html").is_file()
     (tmp_path / "empty/timeline").mkdir()
     (tmp_path / "empty/timeline/rank_00000.json").write_bytes(b"[")
-    assert view.main([str(tmp_path / "empty"), "-o", str(tmp_path / "a.html")]) == 0
+    assert view_runs.main([str(tmp_path / "empty"), "-o", str(tmp_path / "a.html")]) == 0
     assert "timeline have no step yet, or are damaged" in capsys.readouterr().out
 
 
@@ -93,7 +94,7 @@ def test_empty_folder_gives_a_page_with_notes(tmp_path: Path, capsys: pytest.Cap
 def test_view_rejects_invalid_options_in_one_line(
     run_dir: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert view.main([argument.replace("RUN", str(run_dir)) for argument in arguments]) == 2
+    assert view_runs.main([argument.replace("RUN", str(run_dir)) for argument in arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error and error.count("\n") == 1
 
