@@ -97,7 +97,10 @@ setup(
         "wandb": ["wandb>=0.19"],
         "swanlab": ["swanlab>=0.10"],
         "mlflow": ["mlflow-skinny>=3"],
+        # Besides what is always installed, megarl serve needs the tinker SDK's formats.
+        "serve": ["protobuf>=5", "zstandard>=0.22"],
         "sweep": ["optuna>=4"],
+        "prometheus": ["prometheus-client>=0.20"],
         "opentelemetry": ["opentelemetry-sdk>=1.30", "opentelemetry-exporter-otlp-proto-http>=1.30"],
     },
     entry_points={

@@ -24,7 +24,7 @@ from megarl.config.command_line import Parser, run_cli
 from megarl.config.recipes import RECIPES
 from megarl.config.shipped_files import list_recipes
 
-KEY_COMMANDS = ("train", "eval", "chat", "sweep")
+KEY_COMMANDS = ("train", "eval", "chat", "serve", "sweep")
 """Commands that take `section.key=value`."""
 
 
@@ -94,7 +94,7 @@ _megarl() {
       COMPREPLY=($(compgen -W "$values" -- "${current#*=}"))
     fi
     [[ $COMP_WORDBREAKS == *=* ]] || COMPREPLY=("${COMPREPLY[@]/#/$prefix=}")
-  elif [[ " train sweep " == *" $command "* && ${#before[@]} -eq 2 ]]; then
+  elif [[ " train serve sweep " == *" $command "* && ${#before[@]} -eq 2 ]]; then
     compopt -o filenames 2> /dev/null
     COMPREPLY=($(compgen -f -X '!*.y*ml' -- "$current") $(compgen -d -- "$current")
       $(compgen -W "@RECIPES@" -- "$current"))
@@ -135,7 +135,7 @@ _megarl() {
 @VALUES@
     esac
     if [[ " @PATH_KEYS@ " == *" $prefix "* ]]; then _files; else compadd -- ${=values}; fi
-  elif [[ " train sweep " == *" $command "* && CURRENT -eq 3 ]]; then
+  elif [[ " train serve sweep " == *" $command "* && CURRENT -eq 3 ]]; then
     _files -g '*.(yaml|yml)'
     compadd -- @RECIPES@
   elif [[ $command == recipes ]]; then

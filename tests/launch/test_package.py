@@ -20,7 +20,10 @@ sys.path.insert(0, str(ROOT / "tests" / "view"))
 import example_run  # noqa: E402
 
 pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.nightly]
-OPTIONAL_PACKAGES = {"flashinfer", "mcp", "mlflow", "sglang", "swanlab", "verifiers", "vllm", "wandb"}
+OPTIONAL_PACKAGES = {
+    *("flashinfer", "google", "mcp", "mlflow", "opentelemetry", "optuna", "prometheus_client"),
+    *("sglang", "swanlab", "verifiers", "vllm", "wandb", "zstandard"),
+}
 """Imported only on request: extras, or packages installed without their dependencies."""
 DISTRIBUTIONS = {"yaml": "pyyaml", "megatron": "megatron-core", "PIL": "pillow"}
 
