@@ -134,6 +134,7 @@ def test_reward_model_scores_match_transformers(ppo_run: Path, reward_run: Path)
 def test_grafana_board_shows_metrics_of_a_run(ppo_run: Path) -> None:
     names = {sanitize_metric(name) for row in read_metrics(ppo_run) for name in row}
     names |= {"megarl_step_time_seconds", "megarl_alarms_total"}
+    names |= {"megarl_eval_reward_greedy", "megarl_eval_reward_sampled"}  # of runs with `data.eval`
     board = json.loads((ROOT / "docs/grafana.json").read_text())
     queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
     used = {name for query in queries for name in re.findall(r"megarl_\w+", query)}

@@ -27,7 +27,7 @@ SETTINGS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(__doc__, prog="python -m megarl.serve")
+    parser = Parser(__doc__, prog="megarl serve")
     parser.add_argument("config", help="a YAML file, see configs/")
     parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
     options = parser.parse_intermixed_args(argv)

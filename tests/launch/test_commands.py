@@ -47,7 +47,8 @@ def find_programs() -> set[str]:
 
 def get_program_file(program: str) -> Path:
     if program.startswith("-m "):
-        return ROOT / (program.removeprefix("-m ").replace(".", "/") + ".py")
+        path = ROOT / program.removeprefix("-m ").replace(".", "/")
+        return path / "__main__.py" if path.is_dir() else path.with_name(f"{path.name}.py")
     return ROOT / program
 
 

@@ -367,7 +367,7 @@ with exit_status.exit_on_error():
 
 IMPORTED_AS = {"yaml": "pyyaml", "megatron": "megatron-core", "math_verify": "math-verify", "xdist": "pytest-xdist"}
 IMPORTED_AS |= {"compressed_tensors": "compressed-tensors", "PIL": "pillow"}
-IMPORTED_AS |= {"emerging_optimizers": "emerging-optimizers"}
+IMPORTED_AS |= {"emerging_optimizers": "emerging-optimizers", "google": "protobuf"}
 
 
 def test_requirements_list_every_imported_package() -> None:
@@ -389,5 +389,7 @@ def test_requirements_list_every_imported_package() -> None:
 
 OPTIONAL = {"torch_memory_saver", "vllm", "transformer_engine", "sgl_kernel", "sgl_kernel_stub", "apex"}
 OPTIONAL |= {"flashinfer"}  # of SGLang, on GPUs
-OPTIONAL |= {"mcp", "verifiers", "wandb", "swanlab", "mlflow"}  # errors say how to install them
+OPTIONAL |= {"mcp", "verifiers", "wandb", "swanlab", "mlflow", "optuna", "opentelemetry"}  # errors say how to install
+OPTIONAL |= {"mkdocs", "griffe", "prometheus_client", "zstandard"}  # of the site; SGLang and others bring these
+OPTIONAL |= {"tinker", "tinker_cookbook"}  # in the environment of MEGARL_TINKER
 OPTIONAL |= {"trl", "datasets"}  # in the environment passed to tools/bench.py trl

@@ -10,7 +10,7 @@ import pytest
 import tiny_models
 import torch
 import wire_client
-from serving import serve
+from serve_jobs import serve
 from wire_client import Failed, WireClient
 
 KEY = "tml-secret"

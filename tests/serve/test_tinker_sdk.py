@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import tiny_models
-from serving import serve
+from serve_jobs import serve
 from training_run import ROOT
 
 PYTHON = os.environ.get("MEGARL_TINKER", "")

@@ -32,7 +32,7 @@ def test_returns_what_the_first_rank_prints() -> None:
 
 
 def test_returns_what_a_function_returns() -> None:
-    assert local_ranks.run_function("intervals:seconds", 1, intervals=[[1.0, 3.5]]) == 2.5
+    assert local_ranks.run_function("megarl.view.run_timeline:seconds", 1, intervals=[[1.0, 3.5]]) == 2.5
 
 
 @pytest.mark.parametrize(

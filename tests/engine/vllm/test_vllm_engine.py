@@ -274,7 +274,7 @@ def test_aborted_requests_keep_what_they_have(running: RunningEngine) -> None:
     async def run() -> None:
         async with connect(running) as client:
             outs = await begin_and_abort(client)
-            while {out.finish_reason for out in outs} == {"length"}:  # the order came after the last token
+            while "length" in {out.finish_reason for out in outs}:  # the order came after a last token
                 outs = await begin_and_abort(client)
             assert {out.finish_reason for out in outs} == {"abort"}
             for out in outs:

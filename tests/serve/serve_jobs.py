@@ -22,7 +22,14 @@ def serve(host: str, model: Path, run_dir: Path, *overrides: str, key: str = "")
     address = run_dir / "serve_url"
     address.unlink(missing_ok=True)
     settings = [f"model.path={model}", f"run.dir={run_dir}", "options.port=0", "rollout.max_context=128"]
-    command = [sys.executable, "-m", "megarl.serve", "configs/serve.yaml", *settings, "rollout.max_new_tokens=64"]
+    command = [
+        sys.executable,
+        "-m",
+        "megarl.serve",
+        "configs/serve/quickstart.yaml",
+        *settings,
+        "rollout.max_new_tokens=64",
+    ]
     environment = with_host(host) | {"MEGARL_SERVE_API_KEY": key}
     log = run_dir.with_name(f"{run_dir.name}.log")
     with log.open("ab") as output:
