@@ -367,12 +367,12 @@ with exit_status.exit_on_error():
 
 IMPORTED_AS = {"yaml": "pyyaml", "megatron": "megatron-core", "math_verify": "math-verify", "xdist": "pytest-xdist"}
 IMPORTED_AS |= {"compressed_tensors": "compressed-tensors", "PIL": "pillow"}
-IMPORTED_AS |= {"emerging_optimizers": "emerging-optimizers", "google": "protobuf"}
+IMPORTED_AS |= {"emerging_optimizers": "emerging-optimizers"}
 
 
 def test_requirements_list_every_imported_package() -> None:
     """Imported packages are listed themselves, not only as dependencies of others."""
-    local = {path.stem for path in [*ROOT.glob("tests/**/*.py"), *ROOT.glob("tools/*")]} | {"megarl", "tests"}
+    local = {path.stem for path in [*ROOT.glob("tests/**/*.py"), *ROOT.glob("tools/**/*")]} | {"megarl", "tests"}
     imported: dict[str, str] = {}
     for path in [file for folder in ("megarl", "tests", "tools", "launch") for file in (ROOT / folder).rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
@@ -390,6 +390,7 @@ def test_requirements_list_every_imported_package() -> None:
 OPTIONAL = {"torch_memory_saver", "vllm", "transformer_engine", "sgl_kernel", "sgl_kernel_stub", "apex"}
 OPTIONAL |= {"flashinfer"}  # of SGLang, on GPUs
 OPTIONAL |= {"mcp", "verifiers", "wandb", "swanlab", "mlflow", "optuna", "opentelemetry"}  # errors say how to install
-OPTIONAL |= {"mkdocs", "griffe", "prometheus_client", "zstandard"}  # of the site; SGLang and others bring these
+OPTIONAL |= {"mkdocs", "griffe"}  # of the site
+OPTIONAL |= {"google", "prometheus_client", "zstandard"}  # extras of setup.py, which TensorBoard and SGLang bring
 OPTIONAL |= {"tinker", "tinker_cookbook"}  # in the environment of MEGARL_TINKER
 OPTIONAL |= {"trl", "datasets"}  # in the environment passed to tools/bench.py trl
