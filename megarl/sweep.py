@@ -24,7 +24,8 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -158,19 +159,36 @@ def _read(file: Path) -> str:
     return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
 
 
-class Sweep:
-    """A folder of trials of one configuration.
+def run_to_end(command: Sequence[str]) -> int:
+    """Run a trial and return its exit status.
 
-    Raises ConfigError if the folder belongs to another sweep, or if a combination is not a valid configuration.
+    Ctrl-C reaches the trial, too: this waits until it has saved and ended, and then raises KeyboardInterrupt.
     """
+    process, is_interrupted = subprocess.Popen(command), False
+    while True:
+        try:
+            status = process.wait()
+            break
+        except KeyboardInterrupt:
+            is_interrupted = True
+    if is_interrupted:
+        raise KeyboardInterrupt
+    return status
+
+
+class Sweep:
+    """A folder of trials of one configuration. Raises ConfigError if the configuration is invalid."""
 
     def __init__(self, config: str, overrides: Sequence[str], metric: str = "", minimizes: bool = False) -> None:
         self.config, self.overrides, self.metric, self.minimizes = config, list(overrides), metric, minimizes
         self.folder = Path(load_config(config, overrides).run.dir)
-        self._run = subprocess.run
+        self._train, self._sbatch = run_to_end, subprocess.run
 
     def begin(self, keys: Mapping[str, Any]) -> None:
-        """Claim the folder for a sweep over `keys`, which the same sweep may continue."""
+        """Claim the folder for a sweep over `keys`, which the same sweep may continue.
+
+        Raises ConfigError if the folder has another sweep or other files.
+        """
         source = {"config": str(Path(self.config).resolve()), "overrides": self.overrides}
         plan = source | {"keys": keys, "metric": self.metric, "minimizes": self.minimizes}
         plan = json.loads(json.dumps(plan))  # as it comes back from the file
@@ -203,9 +221,7 @@ class Sweep:
         print(f"trial {trial.name}: {' '.join(trial.overrides())}", flush=True)
         self._write_overrides(trial)
         command = [sys.executable, "-m", "megarl.train", self.config, *self.trial_overrides(trial)]
-        status = self._run(command).returncode
-        if status in (-2, 130):
-            raise KeyboardInterrupt
+        status = self._train(command)
         write_atomically(self.folder / f"{trial.name}.exit", f"{status}\n")
         return status
 
@@ -227,7 +243,7 @@ class Sweep:
         command = ["sbatch", f"--array={tasks}", *options, str(script), self.config]
         environment = dict(os.environ, MEGARL_SWEEP=str(self.folder.resolve()))
         try:
-            process = self._run(command, env=environment, capture_output=True, text=True)
+            process = self._sbatch(command, env=environment, capture_output=True, text=True)
         except FileNotFoundError:
             raise ConfigError("--sbatch: there is no sbatch on this machine; leave it out") from None
         if process.returncode:
@@ -256,6 +272,11 @@ class Sweep:
             try:
                 self.check([trial])
                 status = self.run(trial)
+            except KeyboardInterrupt:  # not counted; the next command begins with these values
+                study.tell(asked, state=states.PRUNED)
+                study.enqueue_trial(asked.params)
+                (self.folder / f"{trial.name}.overrides").unlink(missing_ok=True)
+                raise
             except ConfigError as error:  # an invalid combination; the others may be valid
                 print(f"trial {trial.name}: {error}", file=sys.stderr)
                 status = 1
@@ -356,7 +377,8 @@ def sweep(options: argparse.Namespace, make: Callable[..., Sweep] = Sweep) -> in
     if options.search:
         space = parse_search(options.search)
         job.begin({key: part if isinstance(part, list) else part._asdict() for key, part in space.items()})
-        job.search(space, options.trials)
+        with told_when_interrupted():
+            job.search(space, options.trials)
         return 1 if job.print_table() else 0
     grid = parse_grid(options.grid)
     trials = list_trials(grid)
@@ -365,13 +387,19 @@ def sweep(options: argparse.Namespace, make: Callable[..., Sweep] = Sweep) -> in
     if options.sbatch is not None:
         print(job.submit(trials, shlex.split(options.sbatch)))
         return 0
-    try:
+    with told_when_interrupted():
         for trial in trials:
             job.run(trial)
+    return 1 if job.print_table() else 0
+
+
+@contextmanager
+def told_when_interrupted() -> Iterator[None]:
+    try:
+        yield
     except KeyboardInterrupt:
         print("interrupted; the same command continues", file=sys.stderr)
-        return 130
-    return 1 if job.print_table() else 0
+        raise
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import csv
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,33 +27,32 @@ def write_config(folder: Path) -> str:
 
 
 class FakeTrainer:
-    """Plays trials: the result is `score(overrides)`; a trial without one fails with exit status 2."""
+    """Plays trials and sbatch: the result is `score(overrides)`; a trial without one fails with exit status 2."""
 
     def __init__(self, score: Callable[[dict[str, str]], float | None]) -> None:
         self.score, self.commands = score, list[list[str]]()
 
-    def __call__(self, command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    def __call__(self, command: Sequence[str]) -> int:
         self.commands.append(list(command))
         values = dict(text.split("=", 1) for text in command[4:])
         folder = Path(values["run.dir"])
         folder.mkdir(exist_ok=True)
         result = self.score(values)
         if result is None:
-            return subprocess.CompletedProcess(command, 2)
+            return 2
         rows = [
             {"step": step, "time": 1.0, "rollout/reward_mean": result + step / 100 - 0.03} for step in (1, 2, 3, 4, 5)
         ]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        (folder / "log.txt").write_text(
-            f"2026-01-01 10:00:00  run folder {folder}\n2026-01-01 10:00:01  done: 5 steps\n"
-        )
-        return subprocess.CompletedProcess(command, 0)
+        lines = f"2026-01-01 10:00:00  run folder {folder}\n2026-01-01 10:00:01  done: 5 steps\n"
+        (folder / "log.txt").write_text(lines)
+        return 0
 
 
 def run(arguments: Sequence[str], trainer: FakeTrainer) -> int:
     def make(*settings: Any) -> Sweep:
         job = Sweep(*settings)
-        job._run = trainer  # type: ignore[assignment]
+        job._train = job._sbatch = trainer  # type: ignore[assignment]
         return job
 
     return sweep.sweep(sweep.parse(arguments), make)
@@ -156,20 +157,41 @@ def test_usage_is_told(arguments: list[str], message: str) -> None:
         sweep.parse(arguments)
 
 
-def test_interrupted_trial_ends_the_sweep(tmp_path: Path) -> None:
-    class Interrupted(FakeTrainer):
-        def __call__(self, command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
-            self.commands.append(list(command))
-            return subprocess.CompletedProcess(command, 130)
+def interrupt(values: dict[str, str]) -> float:
+    raise KeyboardInterrupt
 
-    trainer = Interrupted(lambda values: 0.0)
+
+def test_interrupted_grid_continues(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = FakeTrainer(interrupt)
     arguments = [write_config(tmp_path), "--grid", "kl.coef=0,1", f"run.dir={tmp_path}/runs"]
-    assert run(arguments, trainer) == 130 and len(trainer.commands) == 1
+    with pytest.raises(KeyboardInterrupt):
+        run(arguments, trainer)
+    assert len(trainer.commands) == 1 and "the same command continues" in capsys.readouterr().err
+    trainer.score = lambda values: 0.5
+    assert run(arguments, trainer) == 0 and len(trainer.commands) == 3
+
+
+def test_interrupted_trial_has_time_to_save(tmp_path: Path) -> None:
+    """Ctrl-C in a terminal reaches the sweep and its trial."""
+    trial = (
+        "import pathlib, signal, sys, time\n"
+        f"folder = pathlib.Path({str(tmp_path)!r})\n"
+        "def save(*_):\n    time.sleep(1.5)\n    (folder / 'saved').touch()\n    sys.exit(85)\n"
+        "signal.signal(signal.SIGINT, save)\n(folder / 'ready').touch()\ntime.sleep(60)"
+    )
+    program = f"from megarl import sweep\nimport sys\nsweep.run_to_end([sys.executable, '-c', {trial!r}])"
+    process = subprocess.Popen([sys.executable, "-c", program], start_new_session=True, stderr=subprocess.DEVNULL)
+    for _ in range(1200):
+        if (tmp_path / "ready").exists():
+            break
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(30) != 0 and (tmp_path / "saved").exists()
 
 
 def test_slurm_tasks_have_their_overrides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Sbatch(FakeTrainer):
-        def __call__(self, command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        def __call__(self, command: Sequence[str], **options: Any) -> Any:
             self.commands.append(list(command))
             assert options["env"]["MEGARL_SWEEP"] == str(tmp_path / "runs")
             return subprocess.CompletedProcess(command, 0, "Submitted batch job 7\n", "")
@@ -197,4 +219,10 @@ def test_search_finds_the_best_value(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert run([*arguments, "12"], trainer) == 0 and len(trainer.commands) == 12
     best = read_table(folder)[1]
     assert abs(float(best[1]) - 0.3) < 0.15
-    assert run([*arguments, "15"], trainer) == 0 and len(trainer.commands) == 15, "the study goes on"
+    trainer.score = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        run([*arguments, "15"], trainer)
+    interrupted = trainer.commands[-1][4]
+    trainer.score = lambda values: 0.0
+    assert run([*arguments, "15"], trainer) == 0 and len(trainer.commands) == 16, "the study goes on"
+    assert trainer.commands[13][4] == interrupted

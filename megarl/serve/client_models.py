@@ -93,7 +93,9 @@ class ClientModels:
 
     def _activate(self, model_id: str) -> ClientModel:
         """Have a client's state in the Megatron model."""
-        model = self.models[model_id]
+        model = self.models.get(model_id)
+        if model is None:  # its creation has failed, after which this request was already under way
+            raise RequestRefused(f"model {model_id[:120]} does not exist")
         if self._active == model_id:
             return model
         if self._model is not None:

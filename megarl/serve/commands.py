@@ -1,4 +1,4 @@
-"""What rank 0 asks all ranks to do for a client, in the order of arrival. Values of `parallel/encoding.py`."""
+"""Commands of clients, which rank 0 broadcasts to all ranks in the order of arrival."""
 
 from __future__ import annotations
 

@@ -108,8 +108,8 @@ class SavedWeights:
         if model_id:
             self.folder_of(model_id, TRAINING, "x")
         files = self.root.glob(f"{model_id or '*'}/*/*.json")
-        found = filter(None, (self._read(file.with_suffix("")) for file in files))
-        return sorted(found, key=lambda saved: -saved.time)
+        checkpoints = filter(None, (self._read(file.with_suffix("")) for file in files))
+        return sorted(checkpoints, key=lambda saved: -saved.time)
 
     def delete_expired(self) -> None:
         for saved in self.list():
@@ -117,7 +117,8 @@ class SavedWeights:
                 self.delete(self.folder_of(saved.model_id, saved.kind, saved.name))
 
     def _read(self, folder: Path) -> SavedCheckpoint | None:
+        """Return a checkpoint; None if there is none, or its record is damaged."""
         try:
             return SavedCheckpoint(**json.loads(folder.with_name(f"{folder.name}.json").read_text()))
-        except FileNotFoundError:
+        except (OSError, ValueError, TypeError):
             return None

@@ -56,7 +56,8 @@ class ServeOptions:
     max_request_mb: PositiveInt = 64
     """Maximum size of a request."""
     max_pending: PositiveInt = 4096
-    """Maximum number of requests that wait; others get status 429."""
+    """Maximum number of requests that wait, and of a session\'s results that it has not retrieved; further requests get
+    status 429."""
     max_models: PositiveInt = 8
     """Maximum number of models of all clients, each of which takes host memory for its trained state."""
     session_timeout_s: Annotated[float, Range(10, 1e6)] = 600.0
@@ -89,10 +90,11 @@ class ServeController(Controller):
         models = ClientModels(flow.actor, engines)
         engine, node = engines.lead_engine, socket.gethostname()
         address = None if engine is None else (node, engine.url, engine.api_key)
+        lead_node = ranks.broadcast_object(node)
         addresses = [
             EngineAddress(url, key)
             for other, url, key in filter(None, ranks.all_gather_objects(address))
-            if other == ranks.broadcast_object(node)
+            if other == lead_node
         ]
         queue = WorkQueue(self.options.max_pending)
         saved = SavedWeights(Path(flow.config.run.dir, "clients").absolute())

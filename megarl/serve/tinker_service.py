@@ -50,8 +50,8 @@ COLLECTED_S = 60.0
 """Seconds for which a collected result can be collected again, for a client that lost the response."""
 UNCOLLECTED_S = 3600.0
 """Seconds for which a result is kept that no client collects."""
-KEPT_SAMPLERS = 4
-"""Number of unnamed samplers of a model whose weights are kept."""
+MAX_UNNAMED_SAMPLERS = 4
+"""Unnamed samplers of a model whose weights stay on disk."""
 MAX_EXAMPLES = 65536
 
 
@@ -114,7 +114,7 @@ class TinkerService:
         self._sessions: dict[str, Session] = {}
         self._samplers: dict[str, Sampler] = {}
         self._pending: dict[str, Pending] = {}
-        self._kept: dict[str, list[Path]] = {}
+        self._unnamed_samplers: dict[str, list[Path]] = {}
         """Folders of each model's latest unnamed samplers."""
         self._loop = asyncio.new_event_loop()
         self._runner: web.AppRunner | None = None
@@ -252,7 +252,11 @@ class TinkerService:
         encode: Callable[[Any], bytes],
         content_type: str = JSON,
     ) -> None:
-        """Queue a request whose result has this name. Raises RequestRefused if too many wait."""
+        """Queue a request whose result has this name. Raises RequestRefused if too many wait or are not collected."""
+        session, limit = name.partition(":")[0], self._queue.capacity
+        results = (item for other, item in self._pending.items() if other.partition(":")[0] == session)
+        if sum(not item.collected for item in results) >= limit:
+            raise RequestRefused(f"the session has {limit} results that it has not retrieved; retrieve them first", 429)
         self._queue.put(request)
         pending = self._pending[name] = Pending(request, encode, content_type)
 
@@ -315,12 +319,15 @@ class TinkerService:
             self._drop_model(model_id)
         for sampler in session.samplers if session is not None else ():
             self._samplers.pop(sampler, None)
+        for name, pending in list(self._pending.items()):
+            if name.partition(":")[0] == session_id and pending.finished:
+                del self._pending[name]
 
     def _drop_model(self, model_id: str) -> Job:
-        for folder in self._kept.pop(model_id, []):
+        for folder in self._unnamed_samplers.pop(model_id, []):
             self._saved.delete(folder)
         job = Job(UnloadModel(model_id))
-        self._queue.put(job)
+        self._queue.put(job, is_limited=False)
         return job
 
     async def _list_sessions(self, request: web.Request) -> dict[str, Any]:
@@ -490,17 +497,17 @@ class TinkerService:
         else:
             session.samplers.append(sampler_id)
             self._samplers[sampler_id] = Sampler(str(folder), "")
-            self._keep(model_id, folder)
+            self._limit_samplers(model_id, folder)
             result = {"sampling_session_id": sampler_id}
         self._submit_json(name, job, {"type": "save_weights" + "_for_sampler" * (kind == SAMPLER), **result})
         return {"request_id": name, "model_id": model_id}
 
-    def _keep(self, model_id: str, folder: Path) -> None:
-        """Delete the weights of a model's oldest unnamed sampler if there are too many."""
-        kept = self._kept.setdefault(model_id, [])
-        kept.append(folder)
-        if len(kept) > KEPT_SAMPLERS:
-            self._saved.delete(kept.pop(0))
+    def _limit_samplers(self, model_id: str, folder: Path) -> None:
+        """Add an unnamed sampler's weights, and delete the model's oldest ones if there are too many."""
+        folders = self._unnamed_samplers.setdefault(model_id, [])
+        folders.append(folder)
+        if len(folders) > MAX_UNNAMED_SAMPLERS:
+            self._saved.delete(folders.pop(0))
 
     async def _load_weights(self, request: web.Request) -> dict[str, Any]:
         fields = await self._fields(request)
@@ -617,8 +624,8 @@ class TinkerService:
             )
             if not waiting:
                 raise RequestRefused(
-                    f"the sampler's weights are gone: a model keeps its last {KEPT_SAMPLERS} unnamed ones; save them "
-                    "under a name"
+                    f"the sampler's weights are deleted: a model has its last {MAX_UNNAMED_SAMPLERS} unnamed ones; "
+                    "save them under a name"
                 )
         parsed = parse_sample(fields, self._vocab_size, self._config.rollout.max_context)
         if parsed.seed is not None and not self._config.rollout.sglang.get("enable_deterministic_inference"):
@@ -676,7 +683,10 @@ class TinkerService:
                 if now - session.last_seen > self._settings.session_timeout:
                     self._log(f"serve: session {session_id} has ended without a sign of life; its models are dropped")
                     self._end_session(session_id)
-            await asyncio.to_thread(self._saved.delete_expired)
+            try:
+                await asyncio.to_thread(self._saved.delete_expired)
+            except OSError as error:  # the next round tries again
+                self._log(f"serve: expired checkpoints cannot be deleted: {error}")
 
 
 class RunningSamples:

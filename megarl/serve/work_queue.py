@@ -57,15 +57,15 @@ class WorkQueue:
     """Jobs in the order of arrival. capacity: how many may wait."""
 
     def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
+        self.capacity = capacity
         self._jobs: deque[Job | SampleJob] = deque()
         self._changed = threading.Condition()
 
-    def put(self, job: Job | SampleJob) -> None:
-        """Add a job. Raises RequestRefused with status 429 if too many wait."""
+    def put(self, job: Job | SampleJob, is_limited: bool = True) -> None:
+        """Add a job. Raises RequestRefused with status 429 if too many wait, unless this one frees memory."""
         with self._changed:
-            if len(self._jobs) >= self._capacity:
-                raise RequestRefused(f"{self._capacity} requests wait already; try again later", 429)
+            if is_limited and len(self._jobs) >= self.capacity:
+                raise RequestRefused(f"{self.capacity} requests wait already; try again later", 429)
             self._jobs.append(job)
             self._changed.notify()
 

@@ -102,29 +102,35 @@ def test_includes_every_file(installed: Path) -> None:
         assert (installed / "megarl" / file.relative_to(ROOT)).read_bytes() == file.read_bytes()
 
 
+def run_command(installed: Path, folder: Path, *arguments: str) -> tuple[int, str]:
+    """Run the command in a folder, like the console script; return its exit status and output."""
+    code = "import sys; sys.path.remove(''); from megarl.__main__ import main; sys.exit(main())"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(installed), "HOME": str(folder)},
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
 def test_commands_run_outside_of_a_checkout(installed: Path, tmp_path: Path) -> None:
     """The whole of a newcomer's walk: check the machine, copy a recipe, check it, plan it, look at a recorded run."""
     run_folder = tmp_path / "run"
     example_run.write_run(run_folder)
 
-    def run_command(*arguments: str) -> str:
-        code = "import sys; sys.path.remove(''); from megarl.__main__ import main; sys.exit(main())"
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", code, *arguments],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=180,
-            env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(installed), "HOME": str(tmp_path)},
-        )
-        assert done.returncode == 0, (arguments, done.stdout + done.stderr)
-        return done.stdout
+    def check(*arguments: str) -> str:
+        status, text = run_command(installed, tmp_path, *arguments)
+        assert status == 0, (arguments, text)
+        return text
 
-    assert "Next: " in run_command("doctor")
-    assert "wrote quickstart_sft.yaml" in run_command("recipes", "quickstart_sft")
-    assert "qwen3-30b-a3b" in run_command("plan", "--help")
-    assert "GB" in run_command("plan", "--model", "qwen3-30b-a3b", "--gpus", "16", "--gpu-gb", "80")
-    run_command("view", str(run_folder), "--out", "page.html")
+    assert "Next: " in check("doctor")
+    assert "wrote quickstart_sft.yaml" in check("recipes", "quickstart_sft")
+    assert "qwen3-30b-a3b" in check("plan", "--help")
+    assert "GB" in check("plan", "--model", "qwen3-30b-a3b", "--gpus", "16", "--gpu-gb", "80")
+    check("view", str(run_folder), "--out", "page.html")
     assert (tmp_path / "page.html").stat().st_size > 10_000
 
 
@@ -133,23 +139,10 @@ def test_command_runs_from_the_package(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "my_reward.py").write_text("raise ValueError('imported')")
     (tmp_path / "a.yaml").write_text("algorithm: grpo\nreward: {functions: [my_reward:right]}\n")
 
-    def run_command(*arguments: str) -> tuple[int, str]:
-        # Like the console script.
-        code = "import sys; sys.path.remove(''); from megarl.__main__ import main; sys.exit(main())"
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", code, *arguments],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(installed), "HOME": str(tmp_path)},
-        )
-        return done.returncode, done.stdout + done.stderr
-
-    assert run_command("train", "--version") == (0, f"MegaRL {megarl.__version__}\n")
-    status, text = run_command("train", "nowhere.yaml")
+    assert run_command(installed, tmp_path, "train", "--version") == (0, f"MegaRL {megarl.__version__}\n")
+    status, text = run_command(installed, tmp_path, "train", "nowhere.yaml")
     assert status == 2 and text == "error: no configuration file nowhere.yaml\n"
-    status, text = run_command("train", "a.yaml", "--dry-run")
+    status, text = run_command(installed, tmp_path, "train", "a.yaml", "--dry-run")
     assert status == 2 and "ValueError: imported" in text  # found in the working directory
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -173,3 +174,21 @@ def test_a_loss_that_is_not_finite_is_refused_and_changes_nothing(lora_server: s
     assert client.forward_backward(other, data)[0] == expected
     assert client.optim_step(other, **ADAM) == metrics
     assert client.forward_backward(name, data)[0] == client.forward_backward(other, data)[0]
+    client.post(f"sessions/{client.session_id}/finish", {"reason": {"type": "success"}})
+
+
+def test_requests_of_a_model_that_could_not_be_created_fail_alone(lora_server: str, model: Path) -> None:
+    """A client may send them before it learns that the checkpoint cannot be read."""
+    client = WireClient(lora_server, KEY)
+    name, data = client.create_model(str(model), lora_config={"rank": 4}), [wire_client.supervised(SEQUENCES[0])]
+    path = client.call("save_weights", model_id=name, path="broken")["path"]
+    (folder,) = model.with_name("lora").glob("clients/*/weights/broken")
+    shutil.rmtree(folder)
+    tree = {"session_id": client.session_id, "model_seq_id": 1, "path": path, "optimizer": True}
+    request = client.post("load_weights", tree)
+    early = client.post("optim_step", {"model_id": request["model_id"], "adam_params": ADAM, "seq_id": 900})
+    with pytest.raises(Failed, match="user: "):
+        client.result(request["request_id"])
+    with pytest.raises(Failed, match="user: (model .* does not exist|optim_step without a gradient)"):
+        client.result(early["request_id"])
+    assert client.forward_backward(name, data, forward_only=True)[0]

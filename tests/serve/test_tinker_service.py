@@ -242,6 +242,54 @@ def test_limits_models_requests_and_bodies(tmp_path: Path) -> None:
         server.close()
 
 
+def test_results_that_nobody_retrieves_are_limited_by_session(tmp_path: Path) -> None:
+    server = Server(tmp_path, capacity=3)
+    try:
+        client, other = WireClient(server.url, KEY), WireClient(server.url, KEY)
+        model = client.create_model("model")
+        trees = [{"model_id": model, "adam_params": {}, "seq_id": number} for number in range(1, 5)]
+        names = [client.post("optim_step", tree)["request_id"] for tree in trees[:3]]
+        with pytest.raises(Failed, match="429: the session has 3 results that it has not retrieved"):
+            client.post("optim_step", trees[3])
+        assert other.create_model("model") and other.optim_step(f"{other.session_id}:train:0")
+        assert client.result(names[0]) and client.post("optim_step", trees[3])
+    finally:
+        server.close()
+
+
+def test_ended_session_is_unloaded_though_the_queue_is_full(tmp_path: Path) -> None:
+    server = Server(tmp_path, capacity=2)
+    try:
+        client = WireClient(server.url, KEY)
+        model = client.create_model("model")
+        server.may_run.clear()
+        statuses = [
+            client.request("optim_step", json.dumps({"model_id": model, "adam_params": {}, "seq_id": n}).encode())[0]
+            for n in range(1, 6)
+        ]
+        assert 429 in statuses
+        client.post(f"sessions/{client.session_id}/finish", {"reason": {"type": "success"}})
+        server.may_run.set()
+        assert WireClient(server.url, KEY).create_model("model")
+        assert UnloadModel(model) in server.commands
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"name": "x"}', "\x00"])
+def test_damaged_record_is_no_checkpoint(server: Server, content: str) -> None:
+    client = WireClient(server.url, KEY)
+    model = client.create_model("model")
+    for name in ("a", "b"):
+        client.call("save_weights", model_id=model, path=name)
+    (record,) = server.saved.root.glob("*/weights/a.json")
+    record.write_text(content)
+    (checkpoint,) = client.get("checkpoints")["checkpoints"]
+    assert checkpoint["checkpoint_id"] == "weights/b"
+    with pytest.raises(Failed, match="404: there is no checkpoint"):
+        client.call("load_weights", model_id=model, path=f"tinker://{model}/weights/a")
+
+
 def test_a_client_that_goes_away_loses_nothing_that_it_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = Server(tmp_path)
     try:
