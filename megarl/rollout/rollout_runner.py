@@ -282,6 +282,9 @@ class RolloutRunner:
         needs_reconnect = self._stream is not None and (
             self._stream.is_lost or self._stream_engine_start != self._engine.start_number
         )
+        for client in (*self._client_by_gate.values(), None if needs_reconnect else self._client):
+            if client is not None:  # before the engine goes on, whose answers may be by the new weights
+                client.weight_version = self._engine.version_of(self._adapter)
         if not needs_reconnect:
             self._engine.resume_generation()
         self._submit(self._resume(needs_reconnect)).result()
@@ -289,8 +292,7 @@ class RolloutRunner:
     async def _resume(self, reconnect: bool = False) -> None:
         """Reopen all gates, that of the stream with a new client if `reconnect`."""
         self._is_asleep = False
-        for gate, client in self._client_by_gate.items():
-            client.weight_version = self._engine.version_of(self._adapter)
+        for gate in self._client_by_gate:
             gate.reopen()
         if self._stream is not None and reconnect:
             assert self._stream_task is not None and self._client is not None
@@ -300,7 +302,6 @@ class RolloutRunner:
             await self._stream.reconnect(client, self._make_context(client, self._config))
             self._run_stream(self._stream, client)
         elif self._stream is not None and self._client is not None:
-            self._client.weight_version = self._engine.version_of(self._adapter)
             await self._stream.resume()
         if self._is_paused:
             self._is_paused = False

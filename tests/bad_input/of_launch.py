@@ -83,7 +83,7 @@ CASES = [
         "a missing configuration, dry", ("no configuration file FOLDER/none.yaml",), "FOLDER/none.yaml", "--dry-run"
     ),
     command_line("an empty name", ("no configuration file",), ""),
-    command_line("a recipe's name alone", ("no configuration file quickstart",), "quickstart"),
+    command_line("the name of no recipe", ("no configuration file quickstrat",), "quickstrat"),
     command_line("an override before the configuration", ("no configuration file run.seed=3",), "run.seed=3", CONFIG),
     command_line("two configurations", ("config.yaml'", "not of the form key=value"), CONFIG, CONFIG),
     command_line("a key without a value", ("'run.seed' is not of the form key=value",), CONFIG, "run.seed"),

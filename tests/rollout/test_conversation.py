@@ -152,10 +152,11 @@ PROMPTS = [replace(PROMPT, id=str(i), messages=({"role": "user", "content": f"An
 def test_generation_continues_through_a_weight_sync_and_records_versions(
     mode: OnWeightSync, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    engine, policy, engine_calls = fake_engine(tmp_path), DeterministicPolicy(pause=0.002), []
+    engine, policy = fake_engine(tmp_path), DeterministicPolicy(pause=0.002)
+    engine_calls: list[Any] = []
     engine.pause_generation, engine.resume_generation = (
         lambda: engine_calls.append("pause"),
-        lambda: engine_calls.append("resume"),
+        lambda: engine_calls.append(("resume", policy.weight_version)),
     )
     config = replace(CONFIG, concurrency=2, max_turns=1)
     runner = with_policies(monkeypatch, RolloutRunner(engine, CHAT, config), DeterministicPolicy(pause=0), policy)
@@ -167,6 +168,7 @@ def test_generation_continues_through_a_weight_sync_and_records_versions(
     assert engine_calls == (["pause"] if mode == "in_place" else []) and (mode == "in_place" or policy.num_running == 0)
     engine.weight_version = 1
     runner.resume()
+    assert engine_calls[-1] == ("resume", 1), "a response of the resumed engine may arrive before anything else"
     rollouts = future.result().rollouts
     runner.close()
     assert [item.token_ids.tolist() for item in rollouts] == [item.token_ids.tolist() for item in expected]
