@@ -1,4 +1,4 @@
-"""Sampling from this machine's engines, by SGLang's native `/generate`: token ids in, token ids and log-probs out."""
+"""Sampling from the engines, by SGLang's native `/generate`: token ids in, token ids and log-probs out."""
 
 from __future__ import annotations
 

@@ -6,11 +6,12 @@ Rank 0 runs the HTTP server in a thread, and broadcasts each command to all rank
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+
+import torch.distributed as dist
 
 from megarl.config import Config, ConfigError
 from megarl.config.strict import PositiveInt, Range
@@ -30,6 +31,7 @@ from megarl.serve.commands import (
     Stop,
     UnloadModel,
 )
+from megarl.serve.engine_relay import EngineRelay
 from megarl.serve.engine_sampling import EngineAddress, EngineSampler
 from megarl.serve.saved_weights import BASE, SavedWeights
 from megarl.serve.tinker_service import ServiceSettings, TinkerService
@@ -38,6 +40,7 @@ from megarl.serve.work_queue import IDLE_S, Job, SampleJob, WorkQueue
 from megarl.types.requirements import Requirements
 
 if TYPE_CHECKING:
+    from megarl.engine.engine_protocol import Engine
     from megarl.serve.client_models import ClientModels
 
 KEY_VARIABLE = "MEGARL_SERVE_API_KEY"
@@ -88,14 +91,7 @@ class ServeController(Controller):
 
         engines = flow.rollout.engines
         models = ClientModels(flow.actor, engines)
-        engine, node = engines.lead_engine, socket.gethostname()
-        address = None if engine is None else (node, engine.url, engine.api_key)
-        lead_node = ranks.broadcast_object(node)
-        addresses = [
-            EngineAddress(url, key)
-            for other, url, key in filter(None, ranks.all_gather_objects(address))
-            if other == lead_node
-        ]
+        relay, addresses = self._open_engines(flow, engines.lead_engine)
         queue = WorkQueue(self.options.max_pending)
         saved = SavedWeights(Path(flow.config.run.dir, "clients").absolute())
         service = None
@@ -114,7 +110,25 @@ class ServeController(Controller):
         finally:
             if service is not None:
                 service.close()
+            if relay is not None:
+                relay.close()
         return StepResult({"serve/commands": float(count)})
+
+    def _open_engines(self, flow: Flow, engine: Engine | None) -> tuple[EngineRelay | None, list[EngineAddress]]:
+        """Return the addresses of all engines for rank 0, and the relay of this rank's engine if it is on another
+        node. Collective.
+
+        engine: the one that this rank leads.
+        """
+        config = flow.config
+        relay, address = None, None
+        if engine is not None:
+            address = EngineAddress(engine.url, engine.api_key)
+            if dist.get_rank() >= config.parallel.ranks_per_node:  # rank 0 is on the first node
+                relay = EngineRelay(engine.url, config.rollout.request_timeout, self.options.max_request_mb * 2**20)
+                address = EngineAddress(relay.start(ranks.node_address()), engine.api_key)
+        gathered = ranks.all_gather_objects(address and tuple(address))
+        return relay, [EngineAddress(url, key) for url, key in filter(None, gathered)]
 
     def _service_settings(self) -> ServiceSettings:
         options = self.options

@@ -1,7 +1,11 @@
-"""The SandboxFusion backend against a local server that implements `/run_code`."""
+"""The SandboxFusion backend against a local server that implements `/run_code`.
+
+If MEGARL_SANDBOX_FUSION is the address of SandboxFusion's own server, commands and results are tested with that, too.
+"""
 
 import asyncio
 import base64
+import os
 import subprocess
 from contextlib import asynccontextmanager
 
@@ -73,6 +77,28 @@ async def service(folder, answer=None, requests=None):
         await runner.cleanup()
 
 
+OWN_SERVER = os.environ.get("MEGARL_SANDBOX_FUSION", "")
+
+
+@pytest.fixture(params=["stand-in", *([OWN_SERVER] if OWN_SERVER else [])])
+def run_in_service(request, tmp_path):
+    """Call a function with a sandbox of the local server, or of SandboxFusion's own."""
+
+    async def use_own_server(use_sandbox):
+        sandbox = Sandbox(SandboxConfig(backend=request.param, max_boxes=3))
+        try:
+            return await use_sandbox(sandbox)
+        finally:
+            await sandbox.close()
+
+    def run(use_sandbox):
+        if request.param == "stand-in":
+            return use_service(tmp_path, use_sandbox)
+        return asyncio.run(use_own_server(use_sandbox))
+
+    return run
+
+
 def use_service(folder, use_sandbox, **kwargs):
     async def main():
         async with service(folder, **kwargs) as sandbox:
@@ -81,7 +107,7 @@ def use_service(folder, use_sandbox, **kwargs):
     return asyncio.run(main())
 
 
-def test_runs_commands(tmp_path):
+def test_runs_commands(run_in_service):
     async def use_sandbox(sandbox):
         assert (await sandbox.probe()).layers == ("the service's sandbox",)
         return [
@@ -96,14 +122,14 @@ def test_runs_commands(tmp_path):
             await sandbox.run(["sh", "-c", "yes | head -c 5000"], limits=Limits(output_bytes=1000)),
         ]
 
-    correct, wrong, slow, long = use_service(tmp_path, use_sandbox)
+    correct, wrong, slow, long = run_in_service(use_sandbox)
     assert correct.ok and correct.stdout == b"in it's\n" and correct.files == {"c": b"\xff"}
     assert (wrong.ok, wrong.status, wrong.reason, wrong.stderr) == (False, 3, "exit", b"a b;c\n")
     assert (slow.reason, slow.status) == ("time", None)
     assert long.reason == "output" and len(long.stdout) == 1000
 
 
-def test_harness_results_come_from_a_file(tmp_path):
+def test_harness_results_come_from_a_file(run_in_service):
     async def use_sandbox(sandbox):
         complete = await sandbox.run_harness(
             "for i in range(3): print(i); send(i, [i, open('x').read()])", 3, {"x": b"y"}
@@ -111,7 +137,7 @@ def test_harness_results_come_from_a_file(tmp_path):
         crashed = await sandbox.run_harness("import os; send(0, 1); os._exit(0)", 2)
         return complete, crashed
 
-    complete, crashed = use_service(tmp_path, use_sandbox)
+    complete, crashed = run_in_service(use_sandbox)
     assert (
         complete.is_complete
         and complete.results == {i: [i, "y"] for i in range(3)}

@@ -99,6 +99,29 @@ def test_full_fine_tuning_is_that_of_transformers_and_survives_a_restart(host: s
         assert moved[0] != pytest.approx(third[0], abs=1e-3)
 
 
+@pytest.mark.nightly
+def test_pipeline_and_context_parallel_ranks_and_the_engine_of_another_node(host: str, model: Path) -> None:
+    """Two nodes of two ranks, with engines on the second alone."""
+    expected = in_transformers(model, 3)
+    data = [wire_client.supervised(tokens) for tokens in SEQUENCES]
+    layout = ("parallel.pp=2", "parallel.cp=2", "parallel.ep=2", "lora.rank=0", "placement={actor: 0-3, rollout: 2-3}")
+    with serve(host, model, model.with_name("nodes"), *layout, nodes=2) as url:
+        client = WireClient(url)
+        name = client.create_model(str(model), lora_config={"rank": 32})
+        steps = [train(client, name, data) for _ in range(3)]
+        for actual, rows in zip(steps, expected, strict=True):
+            for row, reference in zip(actual, rows, strict=True):
+                assert row == pytest.approx(reference, abs=2e-3)
+        after = client.forward_backward(name, data, forward_only=True)[0]
+        saved = client.call("save_weights_for_sampler", model_id=name, sampling_session_seq_id=90)
+        for _ in range(2):  # one request to each engine
+            result = client.sample(
+                saved["sampling_session_id"], SEQUENCES[0], num_samples=3, max_tokens=4, prompt_logprobs=True
+            )
+            assert len(result.sequences) == 3
+            assert wire_client.logprobs_of(result.prompt_logprobs)[1:] == pytest.approx(after[0], abs=1e-4)
+
+
 def test_clients_with_an_adapter_each_get_what_they_get_alone(lora_server: str, model: Path) -> None:
     backwards = [tokens[::-1] for tokens in SEQUENCES]
     batches = [[wire_client.supervised(tokens) for tokens in rows] for rows in (SEQUENCES, backwards)]
