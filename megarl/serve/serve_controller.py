@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -34,6 +34,7 @@ from megarl.serve.commands import (
 from megarl.serve.engine_relay import EngineRelay
 from megarl.serve.engine_sampling import EngineAddress, EngineSampler
 from megarl.serve.saved_weights import BASE, SavedWeights
+from megarl.serve.tinker_losses import LOSSES
 from megarl.serve.tinker_service import ServiceSettings, TinkerService
 from megarl.serve.tinker_wire import RequestRefused
 from megarl.serve.work_queue import IDLE_S, Job, SampleJob, WorkQueue
@@ -63,6 +64,9 @@ class ServeOptions:
     status 429."""
     max_models: PositiveInt = 8
     """Maximum number of models of all clients, each of which takes host memory for its trained state."""
+    loss_aliases: dict[str, str] = field(default_factory=dict)
+    """Losses to compute in place of those that this server does not have, by name. {stable_reinforce:
+    importance_sampling} serves the cookbook's reinforcement learning unmodified."""
     session_timeout_s: Annotated[float, Range(10, 1e6)] = 600.0
     """A session without a request or heartbeat for so long ends, and its models are dropped. What it saved stays."""
 
@@ -138,6 +142,7 @@ class ServeController(Controller):
             options.session_timeout_s,
             os.environ.get(KEY_VARIABLE, ""),
             options.model_name,
+            options.loss_aliases,
         )
 
     def _save_base(self, models: ClientModels, saved: SavedWeights) -> None:
@@ -205,6 +210,10 @@ def check_config(config: Config) -> None:
     options = ServeController.read_options(config)
     if options.host not in ("127.0.0.1", "localhost", "::1") and not os.environ.get(KEY_VARIABLE):
         raise ConfigError(f"options.host={options.host} is open to other machines; set {KEY_VARIABLE}")
+    for name, loss in options.loss_aliases.items():
+        if name in LOSSES or loss not in LOSSES:
+            what = f"{name} is a loss of this server" if name in LOSSES else f"{loss} is none of this server's losses"
+            raise ConfigError(f"options.loss_aliases: {what}; these are {', '.join(LOSSES)}")
     if config.actor_optimizer.type != "adam":
         raise ConfigError(
             f"actor_optimizer.type={config.actor_optimizer.type}: clients send the settings of Adam; leave it unset"

@@ -14,7 +14,7 @@ import math
 import threading
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -53,17 +53,24 @@ UNCOLLECTED_S = 3600.0
 MAX_UNNAMED_SAMPLERS = 4
 """Unnamed samplers of a model whose weights stay on disk."""
 MAX_EXAMPLES = 65536
+STABLE_REINFORCE = "stable_reinforce"
+_NO_STABLE_REINFORCE = (
+    f"the formula of {STABLE_REINFORCE} is not public; use another loss_fn, or have the server compute one in its "
+    f"place with options.loss_aliases={{{STABLE_REINFORCE}: importance_sampling}}"
+)
 
 
 @dataclass(frozen=True)
 class ServiceSettings:
-    """max_request: bytes of a body. api_key: empty accepts every key. model_name: empty for `model.path`."""
+    """max_request: bytes of a body. api_key: empty accepts every key. model_name: empty for `model.path`. loss_aliases:
+    losses by the names that clients may call them, too."""
 
     max_request: int
     max_models: int
     session_timeout: float
     api_key: str
     model_name: str = ""
+    loss_aliases: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -422,7 +429,10 @@ class TinkerService:
         self._see_model(parsed.model_id)
         name = f"{parsed.model_id}:{parsed.seq_id or uuid.uuid4().hex}"
         if name not in self._pending:
-            check_loss(parsed.loss, parsed.options, parsed.examples)
+            loss = self._settings.loss_aliases.get(parsed.loss, parsed.loss)
+            if loss == STABLE_REINFORCE:
+                raise RequestRefused(_NO_STABLE_REINFORCE)
+            check_loss(loss, parsed.options, parsed.examples)
             for number, example in enumerate(parsed.examples):
                 check_tokens(example.tokens, self._vocab_size, f"datum {number}: model_input")
                 check_tokens(example.targets, self._vocab_size, f"datum {number}: target_tokens")
@@ -430,9 +440,7 @@ class TinkerService:
                     raise RequestRefused(
                         f"datum {number} has {len(example.tokens)} tokens; the model takes {self._max_positions - 1}"
                     )
-            command = ForwardBackward(
-                parsed.model_id, parsed.examples, parsed.loss, parsed.options, parsed.forward_only
-            )
+            command = ForwardBackward(parsed.model_id, parsed.examples, loss, parsed.options, parsed.forward_only)
             self._submit(name, Job(command), lambda result: format_forward_backward(*result), PROTOBUF)
         return {"request_id": name, "model_id": parsed.model_id}
 
@@ -627,6 +635,8 @@ class TinkerService:
                     f"the sampler's weights are deleted: a model has its last {MAX_UNNAMED_SAMPLERS} unnamed ones; "
                     "save them under a name"
                 )
+        if fields.flag("record_stability_info") and STABLE_REINFORCE not in self._settings.loss_aliases:
+            raise RequestRefused(_NO_STABLE_REINFORCE)
         parsed = parse_sample(fields, self._vocab_size, self._config.rollout.max_context)
         if parsed.seed is not None and not self._config.rollout.sglang.get("enable_deterministic_inference"):
             raise RequestRefused(

@@ -274,7 +274,7 @@ class Fields:
 
 def parse_sample(fields: Fields, vocab_size: int, max_context: int) -> SampleRequest:
     """Parse the body of `asample`. Raises RequestRefused."""
-    for name in ("target_prompt_logprobs", "prompt_alt_tokens_k", "record_stability_info"):
+    for name in ("target_prompt_logprobs", "prompt_alt_tokens_k"):
         if fields.raw(name):
             raise RequestRefused(f"asample: {name} is not supported")
     prompt = parse_prompt(fields.nested("prompt"))

@@ -22,6 +22,8 @@ def test_needs_an_actor_and_engines() -> None:
     [
         ({"options": {"host": "0.0.0.0"}}, f"options.host=0.0.0.0 is open to other machines; set {KEY_VARIABLE}"),
         ({"options": {"port": 70000}}, "options.port"),
+        ({"options": {"loss_aliases": {"x": "grpo"}}}, "options.loss_aliases: grpo is none of this server's losses"),
+        ({"options": {"loss_aliases": {"ppo": "cispo"}}}, "options.loss_aliases: ppo is a loss of this server"),
         ({"actor_optimizer": {"type": "muon"}}, "actor_optimizer.type=muon: clients send the settings of Adam"),
         ({"rollout": {"engine": "vllm"}}, "rollout.engine=vllm: serve samples by SGLang's interface alone"),
         ({"rollout": {"asynchronous": True}}, "rollout.asynchronous=false"),

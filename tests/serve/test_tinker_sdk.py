@@ -29,8 +29,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(host: str, model: Path) -> Iterator[str]:
-    layout = ("parallel.world_size=2", "parallel.ep=2", "lora.rank=4")
-    with serve(host, model, model.with_name("run"), *layout, key=KEY) as url:
+    settings = ("parallel.world_size=2", "parallel.ep=2", "lora.rank=4")
+    aliases = "options.loss_aliases={stable_reinforce: importance_sampling}"
+    with serve(host, model, model.with_name("run"), *settings, aliases, key=KEY) as url:
         yield url
 
 
@@ -65,7 +66,10 @@ def test_the_sdk_trains_samples_saves_and_loads(server: str, model: Path) -> Non
 
 
 def test_the_cookbooks_rl_recipe_runs(server: str, model: Path, tmp_path: Path) -> None:
-    """Arithmetic by RL, with random weights, so that no answer is right: two steps, a checkpoint and the final one."""
+    """Arithmetic by RL, with random weights, so that no answer is right: two steps, a checkpoint and the final one.
+
+    Its loss is the cookbook's default, in place of which the server computes another.
+    """
     settings = {
         "env": "arithmetic",
         "model_name": model,
@@ -75,7 +79,6 @@ def test_the_cookbooks_rl_recipe_runs(server: str, model: Path, tmp_path: Path) 
         "groups_per_batch": 4,
         "learning_rate": 1e-3,
         "max_tokens": 5,
-        "loss_fn": "importance_sampling",
         "log_path": tmp_path / "log",
         "max_steps": 2,
         "eval_every": 0,

@@ -188,6 +188,27 @@ def test_faults_of_one_client_change_nothing_for_another(server: Server) -> None
     assert sum(isinstance(command, ForwardBackward) for command in server.commands) == 1
 
 
+def test_computes_the_loss_that_the_server_chose_for_a_name(server: Server, tmp_path: Path) -> None:
+    data = [wire_client.datum([1, 2], [2, 3], logprobs=[0.0, 0.0], advantages=[1.0, 1.0])]
+    client = WireClient(server.url, KEY)
+    model, sampler = client.create_model("model"), client.sampler(base_model="model")
+    for ask in (
+        lambda: client.forward_backward(model, data, "stable_reinforce"),
+        lambda: client.sample(sampler, [1, 2], record_stability_info=True),
+    ):
+        with pytest.raises(Failed, match="options.loss_aliases={stable_reinforce: importance_sampling}"):
+            ask()
+    (tmp_path / "other").mkdir()
+    other = Server(tmp_path / "other", loss_aliases={"stable_reinforce": "importance_sampling"})
+    try:
+        client = WireClient(other.url, KEY)
+        client.forward_backward(client.create_model("model"), data, "stable_reinforce")
+        client.sample(client.sampler(base_model="model"), [1, 2], record_stability_info=True)
+    finally:
+        other.close()
+    assert [item.loss for item in other.commands if isinstance(item, ForwardBackward)] == ["importance_sampling"]
+
+
 def test_a_repeated_request_is_executed_once(server: Server) -> None:
     client = WireClient(server.url, KEY)
     model = client.create_model("model")
