@@ -1,6 +1,7 @@
 """Training entry point: load the configuration, then run its flow.
 
     .venv/bin/python -m megarl.train configs/quickstart.yaml [section.key=value ...] [--dry-run | --rehearse]
+    .venv/bin/python -m megarl.train configs/quickstart.yaml --show-prompt 3
 
 `megarl train` is the same.
 
@@ -20,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from megarl.config import Config, ConfigError, describe_keys, describe_ranges, load_config, strict
-from megarl.config.command_line import Parser
+from megarl.config.command_line import Parser, int_in_range
 from megarl.launch import exit_status
 from megarl.processes.children import inherit_orphans
 
@@ -46,7 +47,8 @@ class _Parser(Parser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(
-            f"{message}; usage: {self.prog} CONFIG [section.key=value ...] [--dry-run] [--rehearse] [--keys [WORD ...]]"
+            f"{message}; usage: {self.prog} CONFIG [section.key=value ...] [--dry-run] [--rehearse] "
+            "[--show-prompt [ROW]] [--keys [WORD ...]]"
         )
 
 
@@ -57,9 +59,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
     parser.add_argument("--dry-run", action="store_true", help="check everything and print the plan, start nothing")
     parser.add_argument("--rehearse", action="store_true", help="also play a step of all ranks, without GPUs or data")
+    parser.add_argument(
+        "--show-prompt",
+        type=int_in_range(0),
+        nargs="?",
+        metavar="ROW",
+        help="print a prompt of data.train (0, the first) as the engine gets it, or what SFT trains on; start nothing",
+    )
     parser.add_argument("--keys", action="store_true", help="list the keys: default, range, meaning; all, or by words")
     try:
-        options = parser.parse_intermixed_args(arguments)
+        options = parser.parse_intermixed_args(with_row_number(arguments))
         if options.config is None and not options.keys:
             parser.error("name a configuration file, for example configs/quickstart.yaml")
     except ConfigError as error:
@@ -70,6 +79,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             _print("\n".join(list_keys(words)))
             return 0
         config = load_config(options.config, options.overrides)
+        if options.show_prompt is not None:
+            from megarl.dry_run.prompt_preview import describe_row
+
+            _print(describe_row(config, options.show_prompt))
+            return 0
         if options.dry_run or options.rehearse:
             from megarl.dry_run.validation import render, validate
             from megarl.observe import run_folder
@@ -97,6 +111,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except BaseException as error:  # noqa: B036  top level of the program
         return exit_status.report_error(error)
+
+
+def with_row_number(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments with a number in each `--show-prompt`, so that it takes no file or key that follows it."""
+    result: list[str] = []
+    for number, argument in enumerate(arguments):
+        if argument == "--show-prompt":
+            following = arguments[number + 1] if number + 1 < len(arguments) else ""
+            result += [argument] if following.lstrip("-").isdecimal() else ["--show-prompt=0"]
+        else:
+            result.append(argument)
+    return result
 
 
 def _rehearse(config: Config, report: Report) -> int:

@@ -184,3 +184,36 @@ def test_ranks_have_one_cuda_queue_but_with_fsdp(monkeypatch: pytest.MonkeyPatch
         assert main([QUICKSTART, *overrides]) == 0
         monkeypatch.setenv(name, "")
     assert seen == ["8", "1", None]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], []),
+        (["a.yaml", "--show-prompt"], ["a.yaml", "--show-prompt=0"]),
+        (["a.yaml", "--show-prompt", "12", "run.seed=2"], ["a.yaml", "--show-prompt", "12", "run.seed=2"]),
+        (["--show-prompt", "a.yaml", "run.seed=2"], ["--show-prompt=0", "a.yaml", "run.seed=2"]),
+        (["a.yaml", "--show-prompt=3"], ["a.yaml", "--show-prompt=3"]),
+        (["a.yaml", "--show-prompt", "-1"], ["a.yaml", "--show-prompt", "-1"]),
+    ],
+)
+def test_show_prompt_takes_no_file_or_key_as_its_row(arguments: list[str], expected: list[str]) -> None:
+    assert train.with_row_number(arguments) == expected
+
+
+def test_show_prompt_prints_a_row_and_starts_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = tmp_path / "q"
+    command = [sys.executable, str(ROOT / "tools/make_quickstart.py"), str(made), "--train", "4"]
+    subprocess.run([*command, "--demonstrations", "4"], cwd=ROOT, check=True, capture_output=True)
+    monkeypatch.setattr(train, "start_ranks", None)
+    overrides = [f"model.path={made}/model", f"data.train={made}/train.jsonl", f"run.dir={tmp_path}/run"]
+    assert main([QUICKSTART, "--show-prompt", *overrides]) == 0
+    output = capsys.readouterr().out
+    assert output.startswith(f"row 0 of data.train: {made}/train.jsonl:1\n") and "room for the answer: 40" in output
+    assert not (tmp_path / "run").exists()
+    for row, message in (("4", "data.train has rows 0 to 3"), ("-1", "must be from 0 to")):
+        assert main([QUICKSTART, *overrides, "--show-prompt", row]) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1, error

@@ -84,7 +84,12 @@ def iter_prompts(
 ) -> Iterator[tuple[str, Prompt]]:
     """Yield (location, prompt) of each row, as in `read_prompts` but without the checks across rows."""
     for index, (location, row) in enumerate(read_rows(file)):
-        yield location, _parse_prompt(row, location, f"{name or file.stem}-{index}", prompt_key, label_key, name)
+        yield location, parse_prompt(row, location, default_id(file, name, index), prompt_key, label_key, name)
+
+
+def default_id(file: Path, name: str, index: int) -> str:
+    """Return the id of a prompt whose row has none. index: of the row in its file."""
+    return f"{name or file.stem}-{index}"
 
 
 def render_prompts(
@@ -121,9 +126,10 @@ def prompts_too_long_error(
     )
 
 
-def _parse_prompt(
-    row: dict[str, Any], location: str, default_id: str, prompt_key: str, label_key: str, name: str
+def parse_prompt(
+    row: dict[str, Any], location: str, fallback_id: str, prompt_key: str, label_key: str, name: str
 ) -> Prompt:
+    """Return the prompt of a row, without token ids. Arguments and errors as in `read_prompts`."""
     check_media(row, location)
     rest = dict(row)
     attached, inline = take_images(rest, location), list[bytes | None]()
@@ -144,7 +150,7 @@ def _parse_prompt(
         rest.pop("reward_model")
     elif label_key:
         ground_truth = _pop_column(rest, row, label_key, location, "data.label_key")
-    identity, source = row_id(rest, location, name, default_id), row_source(rest, location, name)
+    identity, source = row_id(rest, location, name, fallback_id), row_source(rest, location, name)
     for column in ("id", "data_source"):
         rest.pop(column, None)
     tools = parse_tool_names(rest.pop("tools", None), location)

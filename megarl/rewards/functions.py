@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megarl.config import Config, ConfigError, plugins
+from megarl.rewards.reward_adapters import adapt, find_prefix, split_prefix
 from megarl.types import Prompt, Rollout
 
 RewardFunction = Callable[[Rollout], Any]
@@ -19,35 +20,52 @@ and sampling-mask records."""
 
 
 def load_functions(names: Sequence[str]) -> dict[str, RewardFunction]:
-    """Load the functions of `reward.functions`, each `module:name`, by name (by `module:name` where a name is taken).
+    """Load the functions of `reward.functions`, by name (by the whole entry where a name is taken).
 
+    An entry is `module:name`, with a prefix of `reward_adapters` for a function in the signature of another library.
     Raises ConfigError for a module that cannot be imported, a missing name, an object that is not a function of a
-    rollout, and a duplicate entry.
+    rollout, an unknown prefix or a signature that does not match it, and a duplicate entry.
     """
     functions: dict[str, RewardFunction] = {}
     for name in names:
         if list(names).count(name) > 1:
             raise ConfigError(f"reward.functions: {name} is listed twice")
-        function = check_function(plugins.load(name, "reward.functions"), f"reward.functions: {name}")
-        attribute = name.partition(":")[2]
+        prefix, spec = split_prefix(name)
+        target, what = plugins.load(spec, "reward.functions"), f"reward.functions: {name}"
+        if prefix:
+            function = adapt(prefix, check_callable(target, what), what)
+        else:
+            function = check_function(target, what)
+        attribute = spec.partition(":")[2]
         functions[attribute if attribute not in functions else name] = function
     return functions
 
 
 def check_function(function: Any, what: str) -> RewardFunction:
     """Return the function if it can be called with a rollout and may return a number; else raise ConfigError."""
-    if not callable(function):
-        raise ConfigError(f"{what} is a {type(function).__name__}, not a function of a Rollout")
-    if isinstance(function, type):
-        raise ConfigError(f"{what} is a class, whose call returns an object, not a number; name a function")
-    if plugins.is_generator(function):
-        raise ConfigError(f"{what} is a generator; it must return a number when it is called")
+    check_callable(function, what)
+    if prefix := find_prefix(function):
+        raise ConfigError(
+            f"{what} must take a Rollout and nothing else; its parameters are those of a function for {prefix}: write "
+            f"{prefix}:module:name"
+        )
     try:
         inspect.signature(function).bind(None)
     except TypeError as error:
         raise ConfigError(f"{what} must take a Rollout and nothing else: {error}") from None
     except ValueError:  # a C function without a signature
         pass
+    return function  # type: ignore[no-any-return]
+
+
+def check_callable(function: Any, what: str) -> Callable[..., Any]:
+    """Return the function if a call may return a number; else raise ConfigError."""
+    if not callable(function):
+        raise ConfigError(f"{what} is a {type(function).__name__}, not a function of a Rollout")
+    if isinstance(function, type):
+        raise ConfigError(f"{what} is a class, whose call returns an object, not a number; name a function")
+    if plugins.is_generator(function):
+        raise ConfigError(f"{what} is a generator; it must return a number when it is called")
     return function  # type: ignore[no-any-return]
 
 

@@ -34,7 +34,7 @@ MAX_CELL = 60
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser(__doc__, prog="megarl try-reward")
-    parser.add_argument("functions", nargs="+", metavar="module:name", help="as in reward.functions")
+    parser.add_argument("functions", nargs="+", metavar="[verl:|trl:]module:name", help="as in reward.functions")
     parser.add_argument("--data", type=Path, required=True, metavar="FILE", help=".jsonl or .parquet, as in data.train")
     parser.add_argument("--rows", type=int_in_range(), default=5, metavar="N", help="the first N (default %(default)s)")
     parser.add_argument("--answer", metavar="TEXT", help="the answer to every row")

@@ -22,6 +22,7 @@ from megarl.types import (
     IMAGE_PLACEHOLDER,
     Image,
     Message,
+    Prompt,
     RewardResult,
     Rollout,
     Status,
@@ -187,19 +188,9 @@ class Conversation:
         task = state.prompt
         session = await self._context.environments.open_session(task)
         self.state = replace(state, session=session)
-        if session.messages == task.messages and session.schemas == chat.catalog.select_schemas(task):
-            return
-        prompt = replace(task, messages=session.messages)
-        try:
-            prompt = chat.render_prompt(prompt, session.schemas)
-        except ConfigError as error:
-            raise SessionLost(str(error)) from None
-        if (length := len(prompt.token_ids)) >= config.max_context:
-            raise SessionLost(
-                f"the prompt has {length} tokens after reset, which leaves no room in "
-                f"rollout.max_context={config.max_context}"
-            )
-        self.state = replace(PartialRollout.begin(prompt, state.seed), original_prompt=task, session=session)
+        prompt = render_after_reset(task, session, chat, config.max_context)
+        if prompt is not task:
+            self.state = replace(PartialRollout.begin(prompt, state.seed), original_prompt=task, session=session)
 
     async def _get_reward(self) -> RewardResult | None:
         """Return the environment's reward for the finished conversation."""
@@ -307,6 +298,25 @@ class Conversation:
         except (ConfigError, ValueError) as error:
             return ToolResult(f"Error: the tool returned an image that cannot be read: {error}", False)
         return result
+
+
+def render_after_reset(task: Prompt, session: EnvironmentSession, chat: ChatTemplate, max_context: int) -> Prompt:
+    """Render a prompt with the messages and tools of its session; return `task` itself if the session changed neither.
+
+    task: with token ids. Raises SessionLost for messages that the template cannot render, and for a prompt without room
+    for a response in `max_context` tokens.
+    """
+    if session.messages == task.messages and session.schemas == chat.catalog.select_schemas(task):
+        return task
+    try:
+        prompt = chat.render_prompt(replace(task, messages=session.messages), session.schemas)
+    except ConfigError as error:
+        raise SessionLost(str(error)) from None
+    if (length := len(prompt.token_ids)) >= max_context:
+        raise SessionLost(
+            f"the prompt has {length} tokens after reset, which leaves no room in rollout.max_context={max_context}"
+        )
+    return prompt
 
 
 def _add_tokens(state: PartialRollout, out: Generation) -> PartialRollout:
