@@ -55,7 +55,7 @@ def policy_and_critic(
         hf = read_complete_folder(
             config.model.path, "model.path", declared.has_scalar_head, mtp=config.train.mtp_loss_coef > 0
         )
-        _check_tokenizer(config.model.path, int(hf["vocab_size"]))
+        check_tokenizer(config.model.path, int(hf["vocab_size"]))
     else:
         raise ConfigError("model.path is not set; it must name the HF folder of the policy")
     if is_classifier(hf) and not declared.has_scalar_head:
@@ -185,7 +185,7 @@ def vocabulary_hash(folder: str) -> str:
     return hashlib.sha256(json.dumps(tokens).encode()).hexdigest() if tokens else ""
 
 
-def _check_tokenizer(folder: str, size: int) -> None:
+def check_tokenizer(folder: str, size: int) -> None:
     """Raise ConfigError unless a folder has a readable tokenizer whose ids are below `size`."""
     if not list(Path(folder).glob("tokenizer*")):
         raise ConfigError(f"model.path={folder} has no tokenizer; put tokenizer.json beside config.json")

@@ -24,7 +24,7 @@ from megarl.data.datasets import answer_key, default_id, make_pair, normalize_ro
 from megarl.data.loader import check_files, name_datasets
 from megarl.data.table import read_rows
 from megarl.dry_run.data_checks import read_chat
-from megarl.dry_run.model_folders import folder_config
+from megarl.dry_run.model_folders import check_tokenizer, folder_config
 from megarl.environments.process_sessions import EnvironmentPool
 from megarl.environments.protocol import EnvironmentInfo, SessionLost
 from megarl.models.registry import family_of
@@ -80,6 +80,7 @@ def describe_row(config: Config, number: int) -> str:
     if not config.model.path:
         raise ConfigError("--show-prompt: model.path is not set; it must name the HF folder of the policy")
     hf = folder_config(config.model.path, "model.path")
+    check_tokenizer(config.model.path, int(hf["vocab_size"]))
     chat = read_chat(hf, config, declared)
     heading = [f"row {number} of data.train: {row.location}"]
     if declared.item == "prompts":

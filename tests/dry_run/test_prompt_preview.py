@@ -195,7 +195,7 @@ def test_shows_both_sides_of_a_pair(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("no tokenizer", "model.path: no tokenizer in "),
+        ("no tokenizer", "bare has no tokenizer; put tokenizer.json beside config.json"),
         ("no folder", "model.path=nowhere: no such folder"),
         ("no model", "--show-prompt: model.path is not set"),
         ("no file", "no data file"),
