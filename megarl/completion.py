@@ -28,16 +28,29 @@ KEY_COMMANDS = ("train", "eval", "chat", "serve", "sweep")
 """Commands that take `section.key=value`."""
 
 
-def list_options(command: str) -> list[str]:
-    """Return a command's long options, read from the source of its module: importing it may take seconds."""
+def find_options(command: str) -> Iterator[tuple[str, bool]]:
+    """Yield (long option, whether it needs a value), read from the source of a command's module: importing it may take
+    seconds."""
     spec = find_spec(COMMANDS[command].module)
     assert spec is not None and spec.origin is not None
-    options = ["--help", "--version"]
+    yield from (("--help", False), ("--version", False))
     for node in ast.walk(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
             names = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
-            options += [name for name in names if isinstance(name, str) and name.startswith("--")]
-    return sorted(set(options))
+            settings = {item.value.value for item in node.keywords if isinstance(item.value, ast.Constant)}
+            needs_value = not settings & {"store_true", "store_false", "?"}
+            yield from ((name, needs_value) for name in names if isinstance(name, str) and name.startswith("--"))
+
+
+def list_options(command: str) -> list[str]:
+    """Return a command's long options."""
+    return sorted({name for name, _ in find_options(command)})
+
+
+def list_flags() -> list[str]:
+    """Return the options after which a key may follow: those that need no value in any command that takes keys."""
+    options = {option for command in KEY_COMMANDS for option in find_options(command)}
+    return sorted({name for name, needs_value in options if not needs_value and (name, True) not in options})
 
 
 def list_values() -> dict[str, list[str]]:
@@ -102,7 +115,8 @@ _megarl() {
     COMPREPLY=($(compgen -W "@RECIPES@" -- "$current"))
   elif [[ $command == completion ]]; then
     COMPREPLY=($(compgen -W "bash zsh" -- "$current"))
-  elif [[ " @KEY_COMMANDS@ " == *" $command "* && ${#before[@]} -gt 2 && ${before[${#before[@]} - 1]} != --* ]]; then
+  elif [[ " @KEY_COMMANDS@ " == *" $command "* && ${#before[@]} -gt 2 &&
+      (${before[${#before[@]} - 1]} != --* || " @FLAGS@ " == *" ${before[${#before[@]} - 1]} "*) ]]; then
     compopt -o nospace 2> /dev/null
     COMPREPLY=($(compgen -W "@KEYS@" -- "$current"))
   else
@@ -142,7 +156,8 @@ _megarl() {
     compadd -- @RECIPES@
   elif [[ $command == completion ]]; then
     compadd -- bash zsh
-  elif [[ " @KEY_COMMANDS@ " == *" $command "* && CURRENT -gt 3 && ${words[CURRENT-1]} != --* ]]; then
+  elif [[ " @KEY_COMMANDS@ " == *" $command "* && CURRENT -gt 3 &&
+      ( ${words[CURRENT-1]} != --* || " @FLAGS@ " == *" ${words[CURRENT-1]} "* ) ]]; then
     compadd -S '' -- @KEYS@
   else
     _files
@@ -162,6 +177,7 @@ def build_script(shell: str) -> str:
         "VALUES": format_cases(list_values(), "values"),
         "PATH_KEYS": " ".join(list_path_keys()),
         "KEY_COMMANDS": " ".join(KEY_COMMANDS),
+        "FLAGS": " ".join(list_flags()),
         "KEYS": " ".join(f"{key}=" for key, _ in describe_keys()),
         "RECIPES": " ".join(list_recipes()),
     }
