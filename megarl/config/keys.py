@@ -686,8 +686,9 @@ _CORRECTION_DEFAULTS: dict[str, tuple[Literal["token", "sequence", "geometric"],
 @dataclass(frozen=True)
 class RewardConfig:
     functions: tuple[str, ...] = ()
-    """Reward functions as `module:name`; each takes a Rollout and returns a number, at most 1e6, or a `Reward`. They
-    run in separate processes during generation, coroutine functions concurrently. The reward is their sum."""
+    """Reward functions as `module:name`; each takes a Rollout and returns a number, at most 1e6, or a `Reward`. Those
+    in the signature of another library are `verl:module:name` or `trl:module:name`. They run in separate processes
+    during generation, coroutine functions concurrently. The reward is their sum."""
     weights: dict[str, Any] = field(default_factory=dict)
     """Weight of each part of the reward in the sum: functions by name, `environment`, `model`, `service`, `judge`; the
     default is 1. `control.yaml` in the run folder can change it during the run, see `rewards/README.md`."""

@@ -87,7 +87,7 @@ def test_training_command_loads(page: str, command: Command, tmp_path: Path) -> 
         return
     without_placeholders = [item for item in arguments if not PLACEHOLDER.match(item)]
     options = [item for item in without_placeholders if item.startswith("-")]
-    assert set(options) <= {"--dry-run", "--keys", "--rehearse"}, f"{page}: {options}"
+    assert set(options) <= {"--dry-run", "--keys", "--rehearse", "--show-prompt"}, f"{page}: {options}"
     positional = [item for item in without_placeholders if not item.startswith("-")]
     overrides = [item for item in positional if OVERRIDE.match(item)]
     configs = [item for item in positional if item not in overrides]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -291,3 +292,12 @@ def test_try_reward_takes_the_prefixes(folder: Path, capsys: pytest.CaptureFixtu
         assert f"{name} gives the ground truth more than the empty answer in 1 of 1 rows\n" in output
     assert try_reward.main(["verl:migrated_rewards:of_methods", "--data", str(folder / "a.jsonl")]) == 2
     assert "requires 'method'" in capsys.readouterr().err
+
+
+def test_example_of_the_task_page(folder: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs/tasks/my_reward.md").read_text()
+    (text,) = re.findall(r"^```python ported.py\n(.*?)^```$", page, re.M | re.S)
+    (folder / "ported.py").write_text(text)
+    rollout = make_rollout(reply("It is 5"))
+    assert verdict("verl:ported:compute_score", rollout) == Reward(1.0, {"length": 7.0})
+    assert verdict("trl:ported:short", rollout) == Reward(1.0)
