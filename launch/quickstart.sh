@@ -43,4 +43,4 @@ for own in "run.dir=$run" "model.path=$dir/sft/export" "data.train=$dir/train.js
 done
 train configs/quickstart.yaml ${here[@]+"${here[@]}"} "$@"
 
-python tools/report.py "$run"
+python -m megarl report "$run"

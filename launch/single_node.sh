@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Train on one machine with torchrun: bash launch/single_node.sh CONFIG [key=value ...]
-# `.venv/bin/python -m megarl.train CONFIG` does the same; this script also accepts torchrun's options, such as
+# `.venv/bin/megarl train CONFIG` does the same; this script also accepts torchrun's options, such as
 # TORCHRUN_ARGS="--log-dir logs --redirects 3". megarl/launch/exit_status.py defines how a run ends and its exit status.
 set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -1,6 +1,6 @@
 """Chat with a policy in the terminal, with its tools; turns run through the same code as rollouts.
 
-    .venv/bin/python -m megarl.chat TARGET [--tools module:name ...] [--environment module:Class [--row JSON]]
+    megarl chat TARGET [--tools module:name ...] [--environment module:Class [--row JSON]]
                                     [--system TEXT] [section.key=value ...]
 
 TARGET is a Hugging Face folder (or the Hub's name of one in this machine's cache), a checkpoint, or a run folder, which

@@ -1,4 +1,4 @@
-"""Check what works on this machine, in a few seconds: `megarl doctor`, or .venv/bin/python -m megarl
+"""Check what works on this machine, in a few seconds: `megarl doctor`
 
 Reports version, devices, packages, programs and free space. Imports nothing heavy but torch: an installed package may
 still fail to import, and a run checks again before it starts. Exits with 1 if something is missing that every run
@@ -129,7 +129,7 @@ def print_report(arguments: Sequence[str]) -> int:
     if missing:
         print(f"\nmissing: {', '.join(missing)}. To install what is needed: {INSTALL_HINT}")
     else:
-        print("\nNext: bash launch/quickstart.sh, or .venv/bin/python -m megarl.train CONFIG --dry-run")
+        print("\nNext: bash launch/quickstart.sh, or megarl train CONFIG --dry-run")
     return 1 if missing else 0
 
 

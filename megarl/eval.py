@@ -1,6 +1,6 @@
 """Evaluate a policy on data sets: engines only, turn by turn with tools and environments as in training.
 
-    .venv/bin/python -m megarl.eval TARGET --data FILE [--data FILE2] [--k 1,8] [--samples N] [--out FOLDER]
+    megarl eval TARGET --data FILE [--data FILE2] [--k 1,8] [--samples N] [--out FOLDER]
                                     [section.key=value ...]
 
 TARGET is a Hugging Face folder (or the Hub's name of one in this machine's cache), a checkpoint, or a run folder, which

@@ -373,8 +373,7 @@ class HybridFlow:
             is_finished = True
             if self.requirements.trained_roles:
                 self.log.log(f"done: {self.step} steps in {self.config.run.dir}")
-                if command := format_command("tools/report.py", self.config.run.dir):
-                    self.log.log(command)
+                self.log.log(format_command("megarl report", self.config.run.dir))
         except BaseException as error:
             exit_status.begin_exit()
             if isinstance(error, Exception) and self.checkpointer is not None:

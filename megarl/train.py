@@ -1,9 +1,9 @@
 """Training entry point: load the configuration, then run its flow.
 
-    .venv/bin/python -m megarl.train configs/quickstart.yaml [section.key=value ...] [--dry-run | --rehearse]
-    .venv/bin/python -m megarl.train configs/quickstart.yaml --show-prompt 3
+    megarl train configs/quickstart.yaml [section.key=value ...] [--dry-run | --rehearse]
+    megarl train configs/quickstart.yaml --show-prompt 3
 
-`megarl train` is the same.
+`.venv/bin/python -m megarl.train` is the same.
 
 If the configuration needs more than one rank and they fit on one machine, this program starts them itself. With
 `megarl.torchrun`, which launch/ and slurm/ use, or torch's own torchrun, every rank runs this file. Exit statuses are

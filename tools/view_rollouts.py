@@ -5,7 +5,7 @@
 
 Prints the rollouts of one step (by default the last recorded one), turn by turn: text that the policy wrote is bright;
 text that it was only given, and that is not trained on, is dimmed. `--html` writes them to a page instead;
-tools/view.py writes one of all steps. `--where` filters by columns with <, <=, >, >=, = or != (for text also ~,
+megarl view writes one of all steps. `--where` filters by columns with <, <=, >, >=, = or != (for text also ~,
 "contains"), and, or, not and parentheses. `--sort reward` starts with the lowest, `--sort reward:down` with the
 highest. Columns: step, number, group, prompt, source, status, reward, advantage, logprob, length, actions (the policy's
 tokens), turns, tool_calls, tool_errors, staleness. `--tokens` prints a line per token: its position, id, log-prob,
@@ -235,7 +235,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def show(options: argparse.Namespace) -> int:
     check_writable_file(options.html, "--html")
     if options.tokens and options.html:
-        raise ConfigError("--tokens is for the terminal; tools/view.py makes a page with tokens")
+        raise ConfigError("--tokens is for the terminal; megarl view makes a page with tokens")
     step = find_step(options.run, options.step)
     every = read_records(options.run, step)
     fitting = select_records(every, step, options)

@@ -123,18 +123,29 @@ def check_writable_folder(path: Path, option: str) -> None:
 
 
 def format_command(program: str, *arguments: str | Path) -> str:
-    """Return a shell command for a program of this repository.
+    """Return a shell command for a command of `megarl` or a program of this repository.
 
-    Example: `.venv/bin/python tools/report.py 'runs/my run'`. Uses this interpreter, with paths relative to the working
-    directory. Empty if the program does not exist, because only the package is installed.
+    Examples: `.venv/bin/megarl report 'runs/my run'`, `.venv/bin/python tools/view_rollouts.py runs/mine`. Uses this
+    interpreter, with paths relative to the working directory. Empty for a file that does not exist, because only the
+    package is installed.
     """
+    first, _, command = program.partition(" ")
+    if first == "megarl":
+        script = _PYTHON.with_name("megarl")
+        words = [_shorten(script)] if script.is_file() else [_shorten(_PYTHON), "-m", "megarl"]
+        return shlex.join([*words, command, *map(str, arguments)])
     file = Path(__file__).resolve().parents[2] / program
     if not file.is_file():
         return ""
-    cwd = Path.cwd()
-    # Do not resolve the path: a virtual environment is identified by its own link to the interpreter.
-    paths = [str(path.relative_to(cwd)) if path.is_relative_to(cwd) else str(path) for path in (_PYTHON, file)]
-    return shlex.join([*paths, *map(str, arguments)])
+    return shlex.join([_shorten(_PYTHON), _shorten(file), *map(str, arguments)])
+
+
+def _shorten(path: Path) -> str:
+    """Return a path relative to the working directory if it is in it.
+
+    Does not resolve it: a virtual environment is identified by its own link to the interpreter.
+    """
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def run_cli(program: Callable[[], int]) -> int:

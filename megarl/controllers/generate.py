@@ -1,6 +1,6 @@
 """Rollouts of a data set, by the engines alone with the weights of `model.path`: scored and recorded, without training.
 
-    .venv/bin/python -m megarl.train my.yaml algorithm=generate run.num_rollout=20 run.dir=runs/answers
+    megarl train my.yaml algorithm=generate run.num_rollout=20 run.dir=runs/answers
 
 The engines load the weights themselves; there is no other model. The output is a run folder: `tools/view_rollouts.py`
 shows it, and `rollout.replay` trains on it. A step takes `data.prompts_per_step` prompts, in the order of the file

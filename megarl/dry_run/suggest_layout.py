@@ -1,7 +1,7 @@
 """Find the layouts of a job's models that fit a number of GPUs of a given size, and select the best.
 
 Pure: plans memory (`models.memory`) and time (`models.step_time`) of each layout that divides. `auto_layout.py` chooses
-the layout of a configuration by it, `tools/plan_memory.py` that of a model without one.
+the layout of a configuration by it, `megarl plan` that of a model without one.
 """
 
 from __future__ import annotations

@@ -315,7 +315,7 @@ def validate(
         if config.data.eval and config.run.eval_every:
             warnings.append(
                 "run.eval_every with rollout.replay: nothing is evaluated, because no engine answers the prompts of "
-                "data.eval; evaluate checkpoints with `python -m megarl.eval`"
+                "data.eval; evaluate checkpoints with `megarl eval`"
             )
     if not does_divide or not job_models.check_weight_syncs(config, passes):
         return rejected

@@ -1,4 +1,4 @@
-"""Model the seconds of a training step by layout, to rank the layouts of `parallel.auto` and `tools/plan_memory.py`.
+"""Model the seconds of a training step by layout, to rank the layouts of `parallel.auto` and `megarl plan`.
 
 The constants are fitted to nine published runs (`models/README.md` compares them with the model); nothing has been
 measured on a GPU here. Experts get equal loads.

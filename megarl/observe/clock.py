@@ -135,7 +135,7 @@ class Timeline:
 
     The file is a JSON array with one event per line, left unclosed because the run may go on. Times are microseconds
     since the Unix epoch; the trace's process is the rank. Each step's span comes first, followed by the spans that
-    ended since the previous step. `tools/timeline.py` joins the files of all ranks. Spans that cannot be written are
+    ended since the previous step. `megarl timeline` joins the files of all ranks. Spans that cannot be written are
     dropped with a warning.
     """
 

@@ -106,19 +106,19 @@ BANDS: dict[str, Band] = {
         "tokens/s per rank",
         None,
         None,
-        low_remedy="use tools/timeline.py to see what ranks wait for; a shared machine, long answers or a slow reward",
+        low_remedy="use megarl timeline to see what ranks wait for; a shared machine, long answers or a slow reward",
     ),
     "perf/mfu": Band(
         "MFU",
         None,
         None,
-        low_remedy="use tools/timeline.py to see what ranks wait for, or raise train.max_tokens_per_gpu",
+        low_remedy="use megarl timeline to see what ranks wait for, or raise train.max_tokens_per_gpu",
     ),
     "perf/gpu_utilization": Band(
         "GPU utilization",
         None,
         None,
-        low_remedy="use tools/timeline.py to see what ranks wait for; raise rollout.concurrency or "
+        low_remedy="use megarl timeline to see what ranks wait for; raise rollout.concurrency or "
         "train.max_tokens_per_gpu, or set rollout.oversample or rollout.asynchronous",
     ),
 }

@@ -30,7 +30,7 @@ CONTENTS = (
     ("tensorboard", "the same for TensorBoard"),
     ("rollouts", "every conversation; look with tools/view_rollouts.py"),
     ("checkpoints", "whole states to resume from"),
-    ("timeline", "who did what when; look with tools/timeline.py"),
+    ("timeline", "who did what when; look with megarl timeline"),
     ("export", "the trained policy as a Hugging Face folder"),
     ("log.txt", "what the run said"),
     ("logs", "what each engine said"),

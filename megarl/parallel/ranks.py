@@ -123,7 +123,7 @@ def join(world_size: int, timeout_s: float = 1800.0, ranks_per_gpu: int = 1) -> 
     if env.world != world_size:
         raise ConfigError(
             f"{env.world} ranks were started but parallel.world_size={world_size}: start as many, with "
-            f"torchrun --nproc-per-node {world_size}, or without torchrun by python -m megarl.train"
+            f"torchrun --nproc-per-node {world_size}, or without torchrun by megarl train"
         )
     import megarl.megatron  # noqa: F401  fits Megatron-Core to a machine without GPU, so it comes first
 

@@ -1,6 +1,6 @@
 """Serve a trainer to clients of the public `tinker` SDK.
 
-    .venv/bin/python -m megarl.serve CONFIG [section.key=value ...]
+    megarl serve CONFIG [section.key=value ...]
 
 CONFIG is a configuration of `megarl.train`; its algorithm and data are not used. With lora.rank each client has an
 adapter, without it all weights. `megarl serve CONFIG ...` does the same. README.md in this folder has the rest.

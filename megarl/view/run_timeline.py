@@ -1,6 +1,6 @@
 """Timeline of a run: a picture for the terminal, totals, and a trace for Perfetto.
 
-    .venv/bin/python tools/timeline.py RUN_DIR [--steps 3-5] [--out timeline.json]
+    megarl timeline RUN_DIR [--steps 3-5] [--out timeline.json]
 
 Shows the last steps by default, with a row for each rank and for its generation thread. Prints how long each rank
 worked and waited, how long each two roles worked at the same time, and the cost of controller and data plane. FILE has
@@ -418,7 +418,7 @@ def trace(run: Run, steps: Sequence[int]) -> dict[str, Any]:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = Parser(__doc__, prog="tools/timeline.py")
+    parser = Parser(__doc__, prog="megarl timeline")
     parser.add_argument("run", type=Path, metavar="RUN_DIR")
     parser.add_argument("--steps", metavar="FIRST-LAST", help="steps to show, as 3-5, or 4 (default: the last ones)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the ranks' files as one trace")

@@ -1,4 +1,4 @@
-"""Programs under tools/: invalid numbers, folders that are not runs, unwritable paths."""
+"""Commands of `megarl` and programs under tools/: invalid numbers, folders that are not runs, unwritable paths."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from case import Case, no_changes
 
+from megarl.__main__ import COMMANDS as MEGARL_COMMANDS
 from megarl.observe.rollout_log import part_file, write_part
 from megarl.types import Prompt, Rollout, Turn
 
@@ -87,7 +88,15 @@ def tool(program: str) -> Callable[..., Case]:
     return case
 
 
-report = tool("report")
+def megarl_command(program: str) -> Callable[..., Case]:
+    def case(name: str, expected: tuple[str, ...], *arguments: str, prepare: Prepare = no_changes) -> Case:
+        command = ("-m", MEGARL_COMMANDS[program].module, *arguments)
+        return Case(f"megarl {program}: {name}", expected, prepare=prepare, command=command)
+
+    return case
+
+
+report = megarl_command("report")
 REPORT = [
     report("no arguments", ("RUN_DIR", "required")),
     report("an unknown option", ("unrecognized arguments: --nonsense",), "FOLDER/r", "--nonsense", prepare=write_run()),
@@ -266,7 +275,7 @@ MISMATCH = [
     ),
 ]
 
-memory, QWEN = tool("plan_memory"), ("--model", "qwen3-30b-a3b")
+memory, QWEN = megarl_command("plan"), ("--model", "qwen3-30b-a3b")
 MEMORY = [
     memory("no arguments", ("--model", "required")),
     memory("an unknown model", ("--model gpt-5", "qwen3-30b-a3b"), "--model", "gpt-5", "--gpus", "8"),

@@ -60,7 +60,7 @@ class Command(NamedTuple):
 
     @property
     def program(self) -> str:
-        """`-m megarl.train`, also of `megarl train`, `tools/report.py`, `launch/quickstart.sh`, or a program's name."""
+        """`-m megarl.train`, also of `megarl train`, `tools/bench.py`, `launch/quickstart.sh`, or a program's name."""
         words = list(self.words)
         if self.megarl_command:
             return f"-m {COMMANDS[self.megarl_command].module}"

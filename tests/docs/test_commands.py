@@ -141,7 +141,7 @@ def test_options_are_known() -> None:
 
 def test_detects_unknown_options() -> None:
     script = Path(__file__).parent / "parse_commands.py"
-    command_pages = [["tools/report.py", ["RUN", "--nonsense"]], ["tools/report.py", ["RUN"]]]
+    command_pages = [["-m megarl.observe.run_report", ["RUN", "--nonsense"]], ["-m megarl.observe.run_report", ["RUN"]]]
     process = subprocess.run(
         [sys.executable, str(script)],
         input=json.dumps(command_pages),

@@ -276,7 +276,7 @@ def test_agrees_with_the_tool(tmp_path: Path) -> None:
     limits = {"--gpus": 4, "--gpus-per-node": 4, "--gpu-gb": 0.008, "--tokens": 256, "--kv-tokens": 4096}
     limits |= {"--batch-tokens": 8192, "--bucket-mb": 64}
     arguments = [str(text) for option in limits.items() for text in option]
-    command = [sys.executable, "tools/plan_memory.py", "--model", str(tmp_path), *arguments, "--json"]
+    command = [sys.executable, "-m", "megarl", "plan", "--model", str(tmp_path), *arguments, "--json"]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert process.returncode == 0, process.stderr + process.stdout[-1000:]
     result = json.loads(process.stdout)

@@ -17,7 +17,7 @@ from megarl.dry_run import plan_command
 from megarl.dry_run.validation import validate
 
 ROOT = Path(__file__).resolve().parents[2]
-TOOL = ROOT / "tools/plan_memory.py"
+PLAN = ("-m", "megarl", "plan")
 TINY = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "vocab_size": 1000,
@@ -216,9 +216,9 @@ def test_invalid_options_print_one_line(tool: Tool, arguments: list[str], messag
 
 
 def test_prints_complete_tables() -> None:
-    command = [sys.executable, str(TOOL), "--model", "qwen3-235b", "--gpus", "128", "--recompute", "full"]
+    command = [sys.executable, *PLAN, "--model", "qwen3-235b", "--gpus", "128", "--recompute", "full"]
     narrow = {**os.environ, "COLUMNS": "80"}  # as rich assumes for a pipe
-    process = subprocess.run(command, capture_output=True, text=True, timeout=300, env=narrow)
+    process = subprocess.run(command, capture_output=True, text=True, timeout=300, env=narrow, cwd=ROOT)
     assert process.returncode == 0, process.stderr
     # No cell is truncated or wrapped, however narrow the terminal.
     assert "…" not in process.stdout
@@ -237,9 +237,9 @@ def test_prints_complete_tables() -> None:
 def test_predictions_match_built_models(tmp_path: Path, fraction: str, states: str) -> None:
     """bf16 models built by Megatron on two ranks: actor and critic on the device, reference on the host."""
     (tmp_path / "config.json").write_text(json.dumps(TINY))
-    command = [sys.executable, str(TOOL), "--model", str(tmp_path), "--algorithm", "ppo", "--measure", "--json"]
-    command += ["--offload-fraction", fraction]
-    process = subprocess.run([*command, "--layout", "world=2,tp=2,ep=2"], capture_output=True, text=True, timeout=300)
+    command = [sys.executable, *PLAN, "--model", str(tmp_path), "--algorithm", "ppo", "--measure", "--json"]
+    command += ["--offload-fraction", fraction, "--layout", "world=2,tp=2,ep=2"]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert process.returncode == 0, process.stderr[-3000:]
     result = json.loads(process.stdout)
     parts = [f"{role} {part}" for role in ("actor", "critic") for part in ("weights", "gradients", states)]

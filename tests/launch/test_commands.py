@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from megarl.__main__ import COMMANDS
 from megarl.observe.run_folder import README as RUN_FOLDER
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,6 +20,7 @@ sys.path.insert(0, str(ROOT / "tests/docs"))
 from pages import PLANNED, pages  # noqa: E402
 
 PYTHON = re.compile(r"(\S*\bpython3?) +(-m +[\w.]+|[\w./]+\.py)")
+MEGARL = re.compile(r"\.venv/bin/megarl +([a-z]\S*[a-z])")
 SHELL = re.compile(r"\b(bash|sbatch)((?: --?\S+)*) +([\w./]+\.sh)")
 BARE = re.compile(r"(?:^|`|: )\s*(torchrun +\S|tools/\w+\.py +[-A-Z]|launch/\w+\.\w+ +[-A-Z])", re.MULTILINE)
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -40,8 +42,10 @@ def read_texts() -> Iterator[tuple[str, str]]:
 
 
 def find_programs() -> set[str]:
-    """Find the programs that documented commands run: `-m module` or a file."""
-    actual = {" ".join(program.split()) for _, text in read_texts() for _, program in PYTHON.findall(text)}
+    """Find the programs that documented commands run: `-m module`, also of `megarl COMMAND`, or a file."""
+    texts = [text for _, text in read_texts()]
+    actual = {" ".join(program.split()) for text in texts for _, program in PYTHON.findall(text)}
+    actual |= {f"-m {COMMANDS[name].module}" for text in texts for name in MEGARL.findall(text) if name in COMMANDS}
     return {program for program in actual if program not in PLANNED or get_program_file(program).is_file()}
 
 
@@ -70,6 +74,7 @@ def test_documented_programs_exist(page: str, text: str) -> None:
         assert documented or program in (*INTERNAL_PROGRAMS, *EXTERNAL_PROGRAMS), f"{page}: {python} {program}"
         if program not in PLANNED and (program.startswith("-m megarl.") or not program.startswith("-m")):
             assert get_program_file(program).is_file(), f"{page}: {program}"
+    assert set(MEGARL.findall(text)) <= set(COMMANDS), page
     for _, _, script in SHELL.findall(text):
         assert (ROOT / script).is_file(), f"{page}: {script}"
     assert not BARE.findall(text), f"{page}: {BARE.findall(text)}"
@@ -78,9 +83,11 @@ def test_documented_programs_exist(page: str, text: str) -> None:
 @pytest.mark.alone
 def test_every_program_is_documented() -> None:
     actual = find_programs()
-    assert {"-m megarl.train", "-m megarl.torchrun", "launch/ppo_hello.py", "tools/report.py"} - actual == {
+    assert {"-m megarl.train", "-m megarl.torchrun", "launch/ppo_hello.py"} - actual == {
         "launch/ppo_hello.py"  # an argument of torchrun
     }
+    undocumented = {name for name, command in COMMANDS.items() if f"-m {command.module}" not in actual}
+    assert undocumented <= {"completion", "recipes", "try-tool"}  # in CHANGELOG.md and in the help of `megarl`
     # Imported by other tools.
     parts = {f"tools/{name}.py" for name in ("local_ranks", "trials")}
     assert {f"tools/{path.name}" for path in ROOT.glob("tools/*.py")} - actual == parts

@@ -83,7 +83,8 @@ def test_reports_runs_without_evaluation(run_dir: Path, tmp_path: Path) -> None:
     without_eval = tmp_path / "bare"
     without_eval.mkdir()
     (without_eval / "metrics.jsonl").write_text('{"step": 1, "time": 0, "actor/nll": 2.0, "time/step": 1.0}\n')
-    command = [sys.executable, "tools/report.py", str(run_dir), str(without_eval), "--plot", str(tmp_path / "both.png")]
+    command = [sys.executable, "-m", "megarl", "report", str(run_dir), str(without_eval)]
+    command += ["--plot", str(tmp_path / "both.png")]
     process = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert process.returncode == 0, process.stderr
     assert "bare" in process.stdout and (tmp_path / "both.png").is_file()

@@ -128,7 +128,7 @@ def test_terminal_shows_each_token(run_dir: Path, capsys: pytest.CaptureFixture[
         (["--sort", "nobody"], "unknown column 'nobody'"),
         (["--sort", "reward:sideways"], "reward:down"),
         (["--sort", "reward", "--best"], "not allowed with"),
-        (["--tokens", "--html", "a.html"], "tools/view.py"),
+        (["--tokens", "--html", "a.html"], "megarl view"),
     ],
 )
 def test_view_rollouts_rejects_invalid_options_in_one_line(

@@ -6,7 +6,7 @@ Compares four ways to split the same sequences into micro-batches: packed end to
 and by a token budget with balanced costs (as MegaRL does) or with a fixed number of sequences, in order. First on
 paper, for many ranks and the costs of Qwen3-30B-A3B; then as steps of a tiny MoE on two data parallel ranks of this
 machine, interleaved in one run. With --run, prints the share of a loop's steps that no phase of model, optimizer and
-engine accounts for; `tools/report.py` plots where the rest goes.
+engine accounts for; `megarl report` plots where the rest goes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Memory of a model's states as `plan_memory.py` predicts it, against that of a model built on the GPU."""
+"""Memory of a model's states as `megarl plan` predicts it, against that of a model built on the GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def states(device: str) -> CheckResult:
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "config.json"
         config.write_text(json.dumps({**MODEL, **LARGER, "model_type": "qwen3_moe"}))
-        command = [sys.executable, "-W", "ignore", str(TOOLS / "plan_memory.py"), "--model", str(config)]
+        command = [sys.executable, "-W", "ignore", "-m", "megarl", "plan", "--model", str(config)]
         process = subprocess.run(
             [*command, "--layout", "world=1", "--measure", "--json"], capture_output=True, text=True, timeout=280
         )

@@ -37,7 +37,7 @@ megarl.requestBlock = (name) => {
       script.remove();
       megarl.requests.delete(name);
       const message = megarl.overview.is_live
-        ? "the server does not respond; is tools/view.py still running?"
+        ? "the server does not respond; is megarl view still running?"
         : `the file ${script.getAttribute("src")} is not beside this page; keep the two together`;
       request.reject(new Error(message));
     };
@@ -104,7 +104,7 @@ megarl.loadRollout = async (runIndex, step, number) => {
     const fileIndex = files.findIndex((numbers) => numbers.includes(number));
     if (fileIndex < 0) {
       throw new Error(
-        "This page has no tokens of this rollout. Write it with a higher --details, or use tools/view.py --serve.",
+        "This page has no tokens of this rollout. Write it with a higher --details, or use megarl view --serve.",
       );
     }
     rollouts = await megarl.loadBlock(`tokens-${runIndex}-${step}-${fileIndex}`);
