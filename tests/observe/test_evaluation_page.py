@@ -17,7 +17,7 @@ pytestmark = pytest.mark.alone
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/evaluation.md").read_text(encoding="utf-8")
-COMMANDS = re.findall(r"^    \.venv/bin/python (.*)$", PAGE, flags=re.MULTILINE)
+COMMANDS = re.findall(r"^    \.venv/bin/(.*)$", PAGE, flags=re.MULTILINE)
 
 
 def test_page_names_existing_options_and_keys(capsys: pytest.CaptureFixture[str]) -> None:
@@ -33,7 +33,8 @@ def test_page_names_existing_options_and_keys(capsys: pytest.CaptureFixture[str]
 
 
 def test_page_commands_parse() -> None:
-    assert [command.split()[0] for command in COMMANDS] == ["tools/prepare_data.py", "-m", "-m"]
+    programs = [command.split()[:2] for command in COMMANDS]
+    assert programs == [["python", "tools/prepare_data.py"], ["megarl", "eval"], ["megarl", "chat"]]
     line = COMMANDS[1].split()[2:]
     options = evaluation.parse_arguments(line)
     assert options.k == (1, 8) and len(options.data) == 2
@@ -43,4 +44,4 @@ def test_page_names_data_sets_of_prepare_data() -> None:
     process = subprocess.run(
         [sys.executable, "tools/prepare_data.py", "--help"], cwd=ROOT, capture_output=True, text=True
     )
-    assert COMMANDS[0].split()[1] in process.stdout
+    assert COMMANDS[0].split()[2] in process.stdout
