@@ -262,9 +262,7 @@ def test_missing_columns_show_before_the_run() -> None:
 
 @pytest.mark.parametrize("values", [np.array([0.5]), (0.5,), [np.float32(0.5)]])
 def test_takes_arrays_and_tuples(values: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import migrated_rewards
-
-    monkeypatch.setattr(migrated_rewards, "returned", lambda completions: values, raising=False)
+    monkeypatch.setattr("migrated_rewards.returned", lambda completions: values, raising=False)
     assert verdict("trl:migrated_rewards:returned", make_rollout(reply("5"))) == Reward(0.5)
 
 
