@@ -394,11 +394,13 @@ class TinkerService:
 
     async def _unload_model(self, request: web.Request) -> dict[str, Any]:
         model_id = (await self._fields(request)).text("model_id")
-        self._see_model(model_id).models.remove(model_id)
         name = f"{model_id}:unload"
-        job = self._drop_model(model_id)
-        result = orjson.dumps({"type": "unload_model", "model_id": model_id})
-        self._pending[name] = Pending(job, lambda value: result, finished=time.monotonic())
+        is_loaded = any(model_id in session.models for session in self._sessions.values())
+        if is_loaded or name not in self._pending:  # otherwise a client repeats a request whose answer it has lost
+            self._see_model(model_id).models.remove(model_id)
+            job = self._drop_model(model_id)
+            result = orjson.dumps({"type": "unload_model", "model_id": model_id})
+            self._pending[name] = Pending(job, lambda value: result, finished=time.monotonic())
         return {"request_id": name, "model_id": model_id}
 
     async def _get_info(self, request: web.Request) -> dict[str, Any]:

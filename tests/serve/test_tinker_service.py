@@ -220,6 +220,20 @@ def test_a_repeated_request_is_executed_once(server: Server) -> None:
     assert sum(isinstance(command, ForwardBackward) for command in server.commands) == 1
 
 
+def test_a_model_is_unloaded_once(server: Server) -> None:
+    """The SDK repeats a request whose answer is lost."""
+    client = WireClient(server.url, KEY)
+    model = client.create_model("model")
+    answers = [client.post("unload_model", {"model_id": model}) for _ in range(2)]
+    assert answers[0] == answers[1]
+    for _ in range(2):
+        assert client.result(answers[0]["request_id"]) == {"type": "unload_model", "model_id": model}
+    assert client.post("unload_model", {"model_id": model}) == answers[0]
+    assert server.commands.count(UnloadModel(model)) == 1
+    with pytest.raises(Failed, match="404: model .* does not exist"):
+        client.post("unload_model", {"model_id": f"{model}0"})
+
+
 def test_polls_until_the_result_is_there(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tinker_service, "POLL_S", 0.05)
     client = WireClient(server.url, KEY)
