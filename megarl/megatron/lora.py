@@ -16,10 +16,11 @@ Transformer Engine's fused norm and grouped experts have been tested with stand-
 
 from __future__ import annotations
 
+import weakref
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -46,17 +47,38 @@ STATE_PREFIX = "adapters."
 """Beginning of the names of adapters in a model chunk's state dict."""
 
 
+class LayerSlots(NamedTuple):
+    """Several adapters of a layer, stacked, which take the place of the trained one (`adapter_slots.py`).
+
+    lora_a: [slots * rank, in], lora_b: [out, slots * rank], of each weight. token_slots: returns the slots of the
+    tokens in the current pass, [tokens] int64, -1 for padding: of this rank's with sequence parallelism, or of the
+    expert's.
+    """
+
+    lora_a: Sequence[torch.Tensor]
+    lora_b: Sequence[torch.Tensor]
+    token_slots: Callable[[], torch.Tensor]
+
+
 class Adapter(torch.nn.Module):
     """The adapter of one linear layer, or one pair of factors per expert for grouped experts.
 
-    weights: the layer's in the parameter table. factors: this rank's A and B of each weight. parts: number of shards.
+    linear: the layer. weights: its weights in the parameter table. factors: this rank's A and B of each weight.
+    parts: number of shards.
     """
 
     def __init__(
-        self, weights: Sequence[Param], factors: Sequence[tuple[torch.Tensor, torch.Tensor]], scale: float, parts: int
+        self,
+        linear: torch.nn.Module,
+        weights: Sequence[Param],
+        factors: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        scale: float,
+        parts: int,
     ) -> None:
         super().__init__()
         self.weights, self.scale, self.enabled = list(weights), scale, True
+        self.linear = weakref.ref(linear)  # no submodule, whose parameters would be listed twice
+        self.slots: LayerSlots | None = None
         self.is_expert = weights[0].expert is not None
         self.is_row_parallel = isinstance(weights[0].sharding, Dim1Sharding)
         self.is_replicated = isinstance(weights[0].sharding, Replicated)
@@ -75,12 +97,19 @@ class Adapter(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, splits: Sequence[int] | None = None) -> torch.Tensor:
         """Return the adapter's output. x: the layer's input, [tokens, ..., in]. splits: tokens per grouped expert."""
+        stacked = self.slots
+        factors_a, factors_b = (self.lora_a, self.lora_b) if stacked is None else (stacked.lora_a, stacked.lora_b)
+        slots = None if stacked is None else stacked.token_slots()
         if splits is None:
-            return self._apply_factors(x, self.lora_a[0], self.lora_b[0])
-        parts = zip(x.split(list(splits)), self.lora_a, self.lora_b, strict=True)
-        return torch.cat([self._apply_factors(chunk, a, b) for chunk, a, b in parts])
+            return self._apply_factors(x, factors_a[0], factors_b[0], slots)
+        sizes = list(splits)
+        slot_parts = [None] * len(sizes) if slots is None else slots.split(sizes)
+        parts = zip(x.split(sizes), factors_a, factors_b, slot_parts, strict=True)
+        return torch.cat([self._apply_factors(*part) for part in parts])
 
-    def _apply_factors(self, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def _apply_factors(
+        self, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, slots: torch.Tensor | None
+    ) -> torch.Tensor:
         if self.is_sharded and self.is_expert:  # every rank has all tokens and a partial gradient
             group = parallel_state.get_expert_tensor_parallel_group()
             if self.is_row_parallel:
@@ -91,10 +120,22 @@ class Adapter(torch.nn.Module):
         if self.is_sharded and not self.is_expert and not self.is_replicated:
             group = parallel_state.get_tensor_model_parallel_group()
             if self.is_row_parallel:
-                inner = reduce_scatter_to_sequence_parallel_region(inner, group)
+                inner = self._select_slots(reduce_scatter_to_sequence_parallel_region(inner, group), slots)
             else:
+                inner = self._select_slots(inner, slots)
                 inner = gather_from_sequence_parallel_region(inner, tensor_parallel_output_grad=True, group=group)
+        else:
+            inner = self._select_slots(inner, slots)
         return F.linear(inner, b) * self.scale
+
+    def _select_slots(self, inner: torch.Tensor, slots: torch.Tensor | None) -> torch.Tensor:
+        """Set what other adapters than the token's have computed to zero. inner: [tokens, ..., slots * rank]."""
+        if slots is None:
+            return inner
+        rank = len(self.lora_a[0])
+        columns = torch.arange(inner.shape[-1], device=inner.device) // rank
+        is_other = (slots[:, None] != columns).view(len(slots), *[1] * (inner.dim() - 2), len(columns))
+        return inner.masked_fill(is_other, 0.0)
 
 
 class Adapters(torch.nn.Module):
@@ -182,7 +223,7 @@ def add_adapters(model: GPTModel, hf: Mapping[str, Any], config: Config) -> None
     layers = []
     for module, weights in weights_by_module.items():
         pairs = [_init_factors(weight, config, model.config) for weight in weights]
-        layer = Adapter(weights, pairs, config.lora.scale, _tp_size_and_rank(weights[0])[0])
+        layer = Adapter(module, weights, pairs, config.lora.scale, _tp_size_and_rank(weights[0])[0])
         module.register_forward_hook(layer.hook)
         layers.append(layer)
     model.adapters = Adapters(layers, family.num_experts(hf))
@@ -224,7 +265,7 @@ def named_adapters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Para
 @contextmanager
 def disable_adapters(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Disable all adapters within the block."""
-    layers = [layer for adapters in _adapters(chunks) for layer in adapters.adapters]
+    layers = adapter_layers(chunks)
     for layer in layers:
         layer.enabled = False
     try:
@@ -232,6 +273,11 @@ def disable_adapters(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.enabled = True
+
+
+def adapter_layers(chunks: Sequence[torch.nn.Module]) -> list[Adapter]:
+    """Return the adapters of all layers."""
+    return [layer for adapters in _adapters(chunks) for layer in adapters.adapters]
 
 
 def _adapters(chunks: Sequence[torch.nn.Module]) -> list[Adapters]:

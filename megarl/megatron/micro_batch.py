@@ -75,6 +75,7 @@ class MicroBatch:
     vision: VisionBatch | None  # of a model with a vision tower
     routing: torch.Tensor | None  # [P / cp / tp, layers of the chunk, topk] int16, like the tokens; -1 in the padding
     sparse_indices: torch.Tensor | None  # [P / cp, layers of the chunk, topk] int32, see `sparse_indices.py`
+    adapter: torch.Tensor | None  # [P / cp] int64, the number of each token's adapter, -1 in the padding
     sampling_mask: SamplingMask | None  # [P / cp] of each token's next one; stays on the host
     device: torch.device
     _copies: dict[str, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
@@ -216,6 +217,11 @@ def make_micro_batch(
             is_used = torch.zeros(len(tokens), dtype=torch.bool)
             is_used[unpadded] = token_positions + 1 < batch.lengths[batch.sequence_ids]
             sparse_indices[~is_used[local]] = UNUSED
+    adapter = None
+    if batch.adapter is not None:
+        adapter = torch.full_like(tokens, -1)
+        adapter[unpadded] = batch.adapter
+        adapter = adapter[local]
     sampling_mask = None
     if batch.sampling_mask is not None:
         rows = torch.full_like(tokens, -1)
@@ -250,6 +256,7 @@ def make_micro_batch(
         vision=vision,
         routing=routing,
         sparse_indices=sparse_indices,
+        adapter=adapter,
         sampling_mask=sampling_mask,
         device=device,
     )

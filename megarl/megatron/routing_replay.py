@@ -23,7 +23,10 @@ TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 class RecordedRows:
-    """A layer's part of an engine's record, of the micro-batch in the current pass, original or recomputed."""
+    """A layer's rows for the tokens of the micro-batch in the current pass, original or recomputed.
+
+    They are its part of an engine's record, or the tokens' adapters.
+    """
 
     def __init__(self) -> None:
         self._recorded: torch.Tensor | None = None

@@ -6,7 +6,7 @@ All ranks call every method with the same batch, of which each rank holds its ow
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, SupportsFloat
@@ -21,6 +21,7 @@ from megarl.config import Config, ConfigError
 from megarl.data.images import ImageProcessor
 from megarl.data.packing import MicroBatchPlan
 from megarl.megatron import fsdp, lora, optimizer, routing_replay, sparse_attention
+from megarl.megatron.adapter_slots import AdapterSlots, reason_against_slots
 from megarl.megatron.build import Role, build_chunks
 from megarl.megatron.context_switch import ContextSwitch
 from megarl.megatron.distribution import (
@@ -472,6 +473,31 @@ class MegatronModel:
         outputs = self.dispatcher.collect(batch, passed.plan, passed.outputs, ("logprobs",))()
         return sum_metrics(gathered), outputs["logprobs"]
 
+    def forward_backward_adapters(
+        self, batch: TrainBatch, loss_fn: LossFn, adapters: Sequence[Sequence[torch.Tensor]]
+    ) -> tuple[dict[str, float], torch.Tensor, AdapterSlots]:
+        """Compute the gradients of several adapters at once, as `forward_backward` does of the trained one.
+
+        Returns the metrics, the log-probs, and the adapters with their gradients, for `AdapterSlots.write_gradient`.
+        The metric `not_finite` is above 0 if a gradient is not finite, which may have reached the others.
+
+        batch: with `adapter`. adapters: this rank's tensors of each, in the order of `adapter_shards`.
+        """
+        with self._on_device():
+            slots = AdapterSlots(self.chunks, adapters)
+        # Sequences of different adapters share no prefix.
+        passed = self._backward(batch.with_(prefixes=None), loss_fn, 1.0, ("logprobs",), slots)
+        with self._on_device():
+            is_finite = slots.reduce(passed.tokens)
+        local_metrics = {**passed.local_metrics, "not_finite": float(not is_finite)}
+        gathered = all_gather_objects(local_metrics, self.ranks.host_group)
+        outputs = self.dispatcher.collect(batch, passed.plan, passed.outputs, ("logprobs",))()
+        return sum_metrics(gathered), outputs["logprobs"], slots
+
+    def reason_against_slots(self) -> str:
+        """Return why several adapters cannot share a pass; empty if they can."""
+        return reason_against_slots(self.config, unwrap(self.chunks[0]).config)
+
     def grad_tensors(self) -> list[torch.Tensor]:
         """Return the memory of this rank's gradients, in place."""
         return fsdp.grad_tensors(self.chunks)
@@ -484,9 +510,17 @@ class MegatronModel:
         return self._update(tokens, {}, {}, adam)
 
     def _backward(
-        self, batch: TrainBatch, loss_fn: LossFn, temperature: float, names: Sequence[str] = ()
+        self,
+        batch: TrainBatch,
+        loss_fn: LossFn,
+        temperature: float,
+        names: Sequence[str] = (),
+        slots: AdapterSlots | None = None,
     ) -> BackwardPass:
-        """Compute the gradient of a batch, and the per-token outputs `names`, which are fields of `ModelOutput`."""
+        """Compute the gradient of a batch, and the per-token outputs `names`, which are fields of `ModelOutput`.
+
+        slots: the adapters that `batch.adapter` counts; None for the trained one.
+        """
         if batch.loss_weights is None:
             raise ValueError("a training batch needs loss_weights")
         # Megatron scales its aux losses by the local token count and divides gradients by the global one. Scale our
@@ -521,8 +555,10 @@ class MegatronModel:
                     chunk.train()
                     chunk.zero_grad_buffer()
                 self.optimizer.zero_grad()
-                with self.oom_retry.catch_oom():
-                    results = self._schedule(rows, retried_plan, compute_loss, forward_only=False)
+                if slots is not None:
+                    slots.reset()
+                with self.oom_retry.catch_oom(), nullcontext() if slots is None else slots.use():
+                    results = self._schedule(rows, retried_plan, compute_loss, forward_only=False, slots=slots)
             aux_losses = collect_aux_losses(unwrap(self.chunks[0]).config, self.ranks, retried_plan)
             coef = unwrap(self.chunks[0]).config.dsa_indexer_loss_coeff
             if coef:
@@ -556,7 +592,12 @@ class MegatronModel:
         return metrics | {f"{self.role}/{name}": value for name, value in ({**aux_losses} | step_metrics).items()}
 
     def _schedule(
-        self, rows: LocalRows, plan: MicroBatchPlan, loss_func: Callable[..., Any], forward_only: bool
+        self,
+        rows: LocalRows,
+        plan: MicroBatchPlan,
+        loss_func: Callable[..., Any],
+        forward_only: bool,
+        slots: AdapterSlots | None = None,
     ) -> list[Any]:
         """Run Megatron's schedule; the last stage returns the third results of `loss_func(micro_batch, output)`.
 
@@ -606,6 +647,8 @@ class MegatronModel:
             if self.index_shape is not None:
                 keys = None if micro.sparse_indices is None else micro.on_device("sparse_indices")
                 sparse_attention.start_micro_batch(model, keys)
+            if slots is not None:
+                slots.start_micro_batch(model, micro.on_device("adapter"))
             runs_mtp = bool(mtp_layers) and unwrap(model).post_process
             needs_tokens = runs_mtp or unwrap(model).pre_process
             positions = micro.on_device("positions") if needs_tokens else None

@@ -80,6 +80,7 @@ class TrainBatch:
     episode: torch.Tensor | None = None  # [N] int64, branches of one episode share a number; None: no branches
     prefixes: CommonPrefixes | None = None  # of the N sequences; None: they are not known
     targets: torch.Tensor | None = None  # [T] the token that the log-prob at t is of, after tokens[:t]; None: tokens
+    adapter: torch.Tensor | None = None  # [T] int64 which of several adapters computes the token; None: the trained one
     keeps_groups: bool = False  # True if the loss compares the sequences of a group, which then share a micro-batch
 
     @staticmethod

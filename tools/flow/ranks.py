@@ -90,7 +90,7 @@ class MockModel(MegatronModel):
         vars(touch).update(vars(loss_fn))  # columns that the replaced loss has declared
         return super().train_step(batch, touch, temperature)
 
-    def _schedule(self, rows: Any, plan: Any, loss_func: Any, forward_only: bool) -> list[Any]:
+    def _schedule(self, rows: Any, plan: Any, loss_func: Any, forward_only: bool, slots: Any = None) -> list[Any]:
         """Request the micro-batches one after another, as Megatron's schedule would; the last stage returns output."""
         place, outputs = torch.device("cpu"), []
         layers = tuple(list(rows.layers).index(layer) for layer in self.layers)
