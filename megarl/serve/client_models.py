@@ -7,6 +7,7 @@ of them is in the Megatron model, the others in host memory. Every rank makes th
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,12 +19,15 @@ from megarl.megatron.dist_checkpoint import WRITERS, SaveSlot, StagedCheckpoint,
 from megarl.megatron.trainer_model import MegatronModel
 from megarl.parallel import ranks
 from megarl.parallel.host_copy import HostCopy, tensor_bytes
-from megarl.serve.commands import CreateModel, ForwardBackward, LoadModel, OptimStep, SaveModel
-from megarl.serve.tinker_losses import make_batch, make_loss, split_targets
+from megarl.serve.commands import CreateModel, ForwardBackward, ForwardBackwardBatch, LoadModel, OptimStep, SaveModel
+from megarl.serve.tinker_losses import join_losses, make_batch, make_loss, split_targets
 from megarl.serve.tinker_wire import RequestRefused
 from megarl.types import ModelOutput
 from megarl.workers.actor import ActorWorker
 from megarl.workers.engines import Engines
+
+Passed = tuple[list[np.ndarray], dict[str, float]]
+"""Result of a forward and backward pass: the log-probs of each example's targets, [N] each, and metrics."""
 
 
 @dataclass
@@ -63,6 +67,10 @@ class ClientModels:
         """Folder of the weights that the engines have; number of weight syncs."""
         self._start = ClientModel(None if self._model is None else _copy_state(self._model))
         """The state that models start from."""
+
+    def reason_against_batches(self) -> str:
+        """Return why adapters of several clients cannot share a pass; empty if they can, or without a model."""
+        return "" if self._model is None else self._model.reason_against_slots()
 
     # --- life of a model
 
@@ -131,8 +139,8 @@ class ClientModels:
 
     # --- training
 
-    def forward_backward(self, command: ForwardBackward) -> tuple[list[np.ndarray], dict[str, float]]:
-        """Return the log-probs of each example's targets, [N] each, and metrics. The gradient is added to the model's.
+    def forward_backward(self, command: ForwardBackward) -> Passed:
+        """Return log-probs and metrics. The gradient is added to the model's.
 
         A loss that is not finite is refused, and changes nothing.
         """
@@ -153,8 +161,59 @@ class ClientModels:
         if not command.forward_only:
             self._gradient_owner = command.model_id
             model.tokens += len(batch.tokens)
-        num_targets = sum(len(example.tokens) for example in command.examples)
-        return split_targets(logprobs, command.examples), {"loss:sum": loss, "tokens:sum": float(num_targets)}
+        return _format_result(command, logprobs, loss, 1)
+
+    def forward_backward_batch(self, batch: ForwardBackwardBatch) -> list[Passed | RequestRefused]:
+        """Execute requests of several adapters in one pass; return each's result, or why it is refused.
+
+        If anything is not finite, the requests are executed in turn, since it may have reached other gradients.
+        """
+        if self._model is not None and all(request.model_id in self.models for request in batch.requests):
+            results = self._pass_together(self._model, batch.requests)
+            if results is not None:
+                return list(results)
+        return [self._pass_alone(request) for request in batch.requests]
+
+    def _pass_alone(self, request: ForwardBackward) -> Passed | RequestRefused:
+        try:
+            return self.forward_backward(request)
+        except RequestRefused as error:
+            return error
+
+    def _pass_together(self, model: MegatronModel, requests: Sequence[ForwardBackward]) -> list[Passed] | None:
+        """Add the gradients of requests of several adapters; None, and no change, if anything is not finite."""
+        self._park_gradient()
+        batch = make_batch([example for request in requests for example in request.examples])
+        sizes = [sum(len(example.tokens) + 1 for example in request.examples) for request in requests]
+        batch = batch.with_(adapter=torch.arange(len(requests)).repeat_interleave(torch.tensor(sizes)))
+        loss_fn = join_losses([(request.loss, request.options) for request in requests])
+        with model.trained_state() as tensors:
+            count = len(model.adapter_shards())
+            adapters = [self._read_adapter(request.model_id, tensors[:count]) for request in requests]
+        metrics, logprobs, slots = model.forward_backward_adapters(batch, loss_fn, adapters)
+        losses = [metrics[f"loss/{number}"] for number in range(len(requests))]
+        is_finite = all(map(math.isfinite, losses)) and bool(torch.isfinite(logprobs).all())
+        if not is_finite or metrics["not_finite"]:
+            return None
+        for number, (request, size) in enumerate(zip(requests, sizes, strict=True)):
+            slots.write_gradient(number)
+            self._gradient_owner = request.model_id
+            self._park_gradient()
+            self.models[request.model_id].tokens += size
+        return [
+            _format_result(request, part, loss, len(requests))
+            for request, part, loss in zip(requests, logprobs.split(sizes), losses, strict=True)
+        ]
+
+    def _read_adapter(self, model_id: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return a client's adapter on the device. tensors: that of the active client."""
+        if model_id == self._active:
+            return [tensor.detach() for tensor in tensors]
+        state = self.models[model_id].state
+        assert state is not None
+        copies = [torch.empty_like(tensor, requires_grad=False) for tensor in tensors]
+        state.copy_back(map(tensor_bytes, copies))
+        return copies
 
     def optim_step(self, command: OptimStep) -> dict[str, float]:
         """Update a model by its gradient, which is then zero. A gradient that is not finite is dropped and refused."""
@@ -251,6 +310,13 @@ class ClientModels:
         with model.swap_weights(self._spare):
             ranks.run_on_all(partial(restore_model, model, folder, is_reference=True))
             self._sync()
+
+
+def _format_result(request: ForwardBackward, logprobs: torch.Tensor, loss: float, models: int) -> Passed:
+    """Return a request's result. models: number of models whose requests were executed together."""
+    num_targets = sum(len(example.tokens) for example in request.examples)
+    metrics = {"loss:sum": loss, "tokens:sum": float(num_targets), "models_in_batch:max": float(models)}
+    return split_targets(logprobs, request.examples), metrics
 
 
 def _copy_state(model: MegatronModel) -> HostCopy:

@@ -45,6 +45,13 @@ class ForwardBackward:
 
 
 @dataclass(frozen=True)
+class ForwardBackwardBatch:
+    """Requests of clients with an adapter each, at most one of each client, which are executed together."""
+
+    requests: tuple[ForwardBackward, ...]
+
+
+@dataclass(frozen=True)
 class OptimStep:
     model_id: str
     adam: AdamSettings
@@ -75,4 +82,5 @@ class BeginSampling:
     folder: str
 
 
-Command = Idle | Stop | CreateModel | UnloadModel | ForwardBackward | OptimStep | SaveModel | LoadModel | BeginSampling
+Training = ForwardBackward | ForwardBackwardBatch | OptimStep
+Command = Idle | Stop | CreateModel | UnloadModel | Training | SaveModel | LoadModel | BeginSampling

@@ -24,6 +24,7 @@ from megarl.serve.commands import (
     Command,
     CreateModel,
     ForwardBackward,
+    ForwardBackwardBatch,
     Idle,
     LoadModel,
     OptimStep,
@@ -64,6 +65,9 @@ class ServeOptions:
     status 429."""
     max_models: PositiveInt = 8
     """Maximum number of models of all clients, each of which takes host memory for its trained state."""
+    max_batched_adapters: PositiveInt = 4
+    """Maximum number of clients whose forward_backward requests, if they wait together, are executed as one batch, each
+    with its client's adapter. 1 executes all requests in turn."""
     loss_aliases: dict[str, str] = field(default_factory=dict)
     """Losses to compute in place of those that this server does not have, by name. {stable_reinforce:
     importance_sampling} serves the cookbook's reinforcement learning unmodified."""
@@ -96,7 +100,8 @@ class ServeController(Controller):
         engines = flow.rollout.engines
         models = ClientModels(flow.actor, engines)
         relay, addresses = self._open_engines(flow, engines.lead_engine)
-        queue = WorkQueue(self.options.max_pending)
+        reason = models.reason_against_batches()
+        queue = WorkQueue(self.options.max_pending, 1 if reason else self.options.max_batched_adapters)
         saved = SavedWeights(Path(flow.config.run.dir, "clients").absolute())
         service = None
         self._save_base(models, saved)
@@ -110,6 +115,8 @@ class ServeController(Controller):
                 url = service.start(self.options.host, self.options.port)
                 Path(config.run.dir, "serve_url").write_text(f"{url}\n")
                 flow.log.log(f"serving {config.model.path} at {url}")
+                if config.lora.rank and reason:
+                    flow.log.log(f"serve: clients' adapters are trained in turn, since {reason}")
             count = self._execute_commands(models, queue, service)
         finally:
             if service is not None:
@@ -156,11 +163,13 @@ class ServeController(Controller):
 
     def _execute_commands(self, models: ClientModels, queue: WorkQueue, service: TinkerService | None) -> int:
         """Execute commands until the service is to stop; return their number."""
-        count, jobs, job = 0, list[SampleJob](), Job(Idle())
+        jobs: list[SampleJob] | list[Job]
+        count, jobs, job = 0, [], Job(Idle())
         while True:
             if ranks.is_lead():
                 job, jobs = queue.next_job(exit_status.is_stop_requested)
-            command: Command = ranks.broadcast_object(BeginSampling(jobs[0].folder) if jobs else job.command)
+            samples = [item for item in jobs if isinstance(item, SampleJob)]
+            command: Command = ranks.broadcast_object(BeginSampling(samples[0].folder) if samples else job.command)
             if isinstance(command, Stop):
                 return count
             count += 1
@@ -174,7 +183,7 @@ class ServeController(Controller):
                 error = f"the server cannot read or write: {failure}"
             if isinstance(command, BeginSampling):
                 if not error:
-                    running = None if service is None else service.run_samples(jobs, result)
+                    running = None if service is None else service.run_samples(samples, result)
                     while not ranks.broadcast_object(running is None or running.wait(IDLE_S)):
                         pass
                 models.end_sampling()
@@ -183,6 +192,9 @@ class ServeController(Controller):
                     item.fail(error)
                 elif not jobs:
                     item.finish(result)
+            if isinstance(command, ForwardBackwardBatch) and not error:
+                for request, answer in zip(jobs, result, strict=False):  # jobs are on rank 0 alone
+                    request.fail(str(answer)) if isinstance(answer, RequestRefused) else request.finish(answer)
 
 
 def execute(models: ClientModels, command: Command) -> Any:
@@ -194,6 +206,8 @@ def execute(models: ClientModels, command: Command) -> Any:
             return models.unload(command.model_id)
         case ForwardBackward():
             return models.forward_backward(command)
+        case ForwardBackwardBatch():
+            return models.forward_backward_batch(command)
         case OptimStep():
             return models.optim_step(command)
         case SaveModel():

@@ -127,6 +127,35 @@ def make_loss(name: str, options: Mapping[str, float]) -> LossFn:
     return token_loss
 
 
+def join_losses(losses: Sequence[tuple[str, Mapping[str, float]]]) -> LossFn:
+    """Return the loss of a batch of several requests, in which `adapter` is the number of each token's request.
+
+    Metrics loss/0, loss/1, ... are the losses of the requests.
+
+    losses: name and options of each request's.
+    """
+    groups: list[tuple[TokenLossFn, Mapping[str, float], list[int]]] = []
+    for number, (name, options) in enumerate(losses):
+        function, values = LOSSES[name].function, {**LOSSES[name].options, **options}
+        group = next((group for group in groups if group[:2] == (function, values)), None)
+        if group is None:
+            groups.append((function, values, [number]))
+        else:
+            group[2].append(number)
+
+    @reads("targets", "advantages", "rollout_logprobs", "marked", "adapter")
+    def token_loss(output: ModelOutput, part: TrainBatch) -> TokenLoss:
+        assert output.logprobs is not None and part.adapter is not None
+        total = torch.zeros_like(output.logprobs)
+        for function, values, numbers in groups:
+            is_in_group = torch.isin(part.adapter, part.adapter.new_tensor(numbers))
+            total = torch.where(is_in_group, function(output.logprobs, part, values), total)
+        each = (torch.where(part.adapter == number, total, 0.0).detach() for number in range(len(losses)))
+        return TokenLoss(total, {f"loss/{number}": loss for number, loss in enumerate(each)})
+
+    return token_loss
+
+
 def make_batch(examples: Sequence[Example]) -> TrainBatch:
     """Pack examples into a batch that every rank has.
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from megarl.serve.commands import Command, Idle, Stop
+from megarl.serve.commands import Command, ForwardBackward, ForwardBackwardBatch, Idle, Stop
 from megarl.serve.tinker_wire import RequestRefused, SampleRequest
 
 IDLE_S = 5.0
@@ -54,10 +54,13 @@ class SampleJob(Request):
 
 
 class WorkQueue:
-    """Jobs in the order of arrival. capacity: how many may wait."""
+    """Jobs in the order of arrival.
 
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
+    capacity: how many may wait. max_batched: of how many clients forward_backward requests may be executed together.
+    """
+
+    def __init__(self, capacity: int, max_batched: int = 1) -> None:
+        self.capacity, self._max_batched = capacity, max_batched
         self._jobs: deque[Job | SampleJob] = deque()
         self._changed = threading.Condition()
 
@@ -69,8 +72,9 @@ class WorkQueue:
             self._jobs.append(job)
             self._changed.notify()
 
-    def next_job(self, should_stop: Callable[[], bool]) -> tuple[Job, list[SampleJob]]:
-        """Take the next job, or all waiting samples of the next job's weights, which run together.
+    def next_job(self, should_stop: Callable[[], bool]) -> tuple[Job, list[SampleJob] | list[Job]]:
+        """Take the next job, or jobs that run together: all waiting samples of the next job's weights, or
+        forward_backward requests of several clients, for which the first item is a job of all.
 
         Waits for at most `IDLE_S`; the job is then `Idle`.
         """
@@ -83,11 +87,35 @@ class WorkQueue:
                 return Job(Idle()), []
             first = self._jobs.popleft()
             if isinstance(first, Job):
-                return first, []
+                batch = self._take_batch(first)
+                if len(batch) == 1:
+                    return first, []
+                return Job(ForwardBackwardBatch(tuple(job.command for job in batch))), batch  # type: ignore[misc]
             samples = [job for job in self._jobs if isinstance(job, SampleJob) and job.folder == first.folder]
             chosen = set(map(id, samples))
             self._jobs = deque(job for job in self._jobs if id(job) not in chosen)
             return Job(Idle()), [first, *samples]
 
+    def _take_batch(self, first: Job) -> list[Job]:
+        """Take the requests that are executed with `first`: the next of other clients. Each client's stay in order."""
+        batch = [first]
+        if not _is_batchable(first):
+            return batch
+        passed = {first.command.model_id}  # type: ignore[union-attr]
+        for job in list(self._jobs):
+            if len(batch) == self._max_batched:
+                break
+            if not isinstance(job, Job) or (model_id := getattr(job.command, "model_id", "")) in passed:
+                continue
+            passed.add(model_id)
+            if _is_batchable(job):
+                batch.append(job)
+                self._jobs.remove(job)
+        return batch
+
     def __len__(self) -> int:
         return len(self._jobs)
+
+
+def _is_batchable(job: Job) -> bool:
+    return isinstance(job.command, ForwardBackward) and not job.command.forward_only

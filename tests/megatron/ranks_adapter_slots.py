@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -106,6 +107,31 @@ def check(family: str, layout: dict[str, int]) -> dict[str, float]:
     return result
 
 
+def reasons() -> dict[str, str]:
+    """Return why adapters cannot share a pass, by what stands against it."""
+    from megarl.megatron.adapter_slots import reason_against_slots
+
+    plain = dict(fp8=None, mtp_num_layers=None, num_moe_experts=4, moe_aux_loss_coeff=0.0, moe_z_loss_coeff=None)
+    plain |= dict(moe_expert_capacity_factor=None, moe_token_dispatcher_type="alltoall")
+    adapted = {"lora": {"rank": 3}}
+    cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "nothing": (adapted, {}),
+        "full fine-tuning": ({}, {}),
+        "fsdp": (adapted | {"train": {"fsdp": True}}, {}),
+        "overlap": (adapted | {"train": {"ddp": {"overlap_grad_reduce": True}}}, {}),
+        "aux loss": (adapted, {"moe_aux_loss_coeff": 0.01}),
+        "aux loss of a dense model": (adapted, {"moe_aux_loss_coeff": 0.01, "num_moe_experts": None}),
+        "capacity": (adapted, {"moe_expert_capacity_factor": 1.0}),
+        "flex": (adapted, {"moe_token_dispatcher_type": "flex"}),
+        "mtp": (adapted, {"mtp_num_layers": 1}),
+        "fp8": (adapted, {"fp8": "e4m3"}),
+    }
+    return {
+        name: reason_against_slots(tiny.config(**sections), SimpleNamespace(**{**plain, **settings}))  # type: ignore[arg-type]
+        for name, (sections, settings) in cases.items()
+    }
+
+
 def hash_of(name: str) -> int:
     return sum(ord(letter) * (index + 1) for index, letter in enumerate(name)) * 16
 
@@ -113,7 +139,7 @@ def hash_of(name: str) -> int:
 if __name__ == "__main__":
     world = int(os.environ["WORLD_SIZE"])
     parallel_ranks.initialize(tiny.config(world=world).parallel, timeout_s=120)
-    results = {}
+    results: dict[str, Any] = {"reasons": reasons()}
     for case in sys.argv[1].split():
         family, _, layout = case.partition("@")
         sizes = {name: int(size) for name, size in (pair.split("=") for pair in layout.split(","))}

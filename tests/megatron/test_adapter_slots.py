@@ -12,6 +12,18 @@ BOUNDS = {
     "norms": 1e-6,  # of gradients, relative
     "afterwards": 0.0,  # between passes of the trained adapter before and after
 }
+REASONS = {
+    "nothing": "",
+    "full fine-tuning": "lora.rank is 0",
+    "fsdp": "train.fsdp is set",
+    "overlap": "train.ddp.overlap_grad_reduce is set",
+    "aux loss": "an auxiliary loss depends on all tokens of a batch",
+    "aux loss of a dense model": "",
+    "capacity": "experts have a capacity",
+    "flex": "its dispatcher is not alltoall",
+    "mtp": "multi-token prediction layers are trained",
+    "fp8": "the model is trained in FP8",
+}
 MODELS = [
     "qwen3_moe@tp=2,ep=2",
     "qwen3_moe@tp=2,etp=2",
@@ -24,6 +36,7 @@ MODELS = [
 
 def test_adapters_in_one_pass_match_each_alone(run_ranks: Callable[..., list[dict[str, Any]]]) -> None:
     for rank, results in enumerate(run_ranks(2, "tests/megatron/ranks_adapter_slots.py", " ".join(MODELS))):
+        assert results.pop("reasons") == REASONS
         assert list(results) == MODELS
         for model, numbers in results.items():
             assert numbers.pop("effect") > 0.1, (rank, model)

@@ -156,6 +156,77 @@ def test_clients_with_an_adapter_each_get_what_they_get_alone(lora_server: str, 
     assert before[0] != pytest.approx(before[1], abs=1e-2)
 
 
+def test_requests_of_several_adapters_in_one_batch_get_what_they_get_alone(lora_server: str, model: Path) -> None:
+    columns = [{"logprobs": [-5.0 - i] * 19, "advantages": [1.0, -0.5] * 9 + [0.25]} for i in range(2)]
+    tokens = list(range(60, 80))
+    policy = [wire_client.datum(tokens[:-1], tokens[1:], **inputs) for inputs in columns]
+    requests = [
+        ("cross_entropy", [wire_client.supervised(tokens) for tokens in SEQUENCES]),
+        ("importance_sampling", policy),
+        ("ppo", [*policy, policy[0]]),
+    ]
+
+    def open_models() -> list[tuple[WireClient, str]]:
+        """Return clients whose models have taken a step each, on different data."""
+        result = []
+        for index, sequence in enumerate(SEQUENCES):
+            client = WireClient(lora_server, KEY)
+            name = client.create_model(str(model), lora_config={"rank": 4})
+            train(
+                client, name, [wire_client.supervised(sequence), wire_client.supervised(range(index, 30 + index))], ()
+            )
+            result.append((client, name))
+        return result
+
+    def finish(client: WireClient, name: str) -> tuple[float, list[list[float]]]:
+        """Return the norm of the gradient, and the log-probs after an update."""
+        norm = client.optim_step(name, **ADAM)["grad_norm:mean"]
+        return norm, client.forward_backward(name, requests[0][1], forward_only=True)[0]
+
+    alone = []
+    for (client, name), (loss, data) in zip(open_models(), requests, strict=True):
+        passed = [client.forward_backward(name, data, loss) for _ in range(2)]
+        rows, metrics = passed[1]
+        assert metrics.pop("models_in_batch:max") == 1
+        alone.append((rows, metrics, *finish(client, name)))
+        client.post(f"sessions/{client.session_id}/finish", {"reason": {"type": "success"}})
+    models, busy = open_models(), WireClient(lora_server, KEY)
+    other = busy.create_model(str(model), lora_config={"rank": 4})
+    long = [wire_client.supervised(range(20, 140))] * 40
+
+    def pass_together(*more: tuple[WireClient, str, Any, str]) -> list[str]:
+        """Send the requests of all while the server is busy; return their ids."""
+        names = [busy.start_pass(other, long, "cross_entropy", forward_only=True)]
+        pairs = zip(models, requests, strict=True)
+        senders = [*((client, name, data, loss) for (client, name), (loss, data) in pairs), *more]
+        ids = [client.start_pass(name, data, loss) for client, name, data, loss in senders]
+        assert busy.passed(names[0])[1]["models_in_batch:max"] == 1
+        return ids
+
+    # The second time, all are executed in turn, since a loss is not finite.
+    huge = [wire_client.datum([1, 2], [2, 3], weights=[3e38, 3e38])]
+    for more, size in (((), 3), (((busy, other, huge, "cross_entropy"),), 1)):
+        ids = pass_together(*more)
+        for (client, _), name, (rows, metrics, *_) in zip(models, ids, alone, strict=False):
+            actual_rows, actual_metrics = client.passed(name)
+            assert actual_metrics["models_in_batch:max"] == size
+            for actual, expected in zip(actual_rows, rows, strict=True):
+                assert actual == pytest.approx(expected, rel=1e-6)
+            del actual_metrics["models_in_batch:max"]
+            assert actual_metrics == pytest.approx(metrics, rel=1e-6)
+    with pytest.raises(Failed, match="user: the loss is not finite"):
+        busy.passed(ids[-1])
+    with pytest.raises(Failed, match="user: optim_step without a gradient"):
+        busy.optim_step(other, **ADAM)
+    for (client, name), (_, _, norm, after) in zip(models, alone, strict=True):
+        actual_norm, actual_after = finish(client, name)
+        assert actual_norm == pytest.approx(norm, rel=1e-6)
+        for actual, expected in zip(actual_after, after, strict=True):
+            assert actual == pytest.approx(expected, rel=1e-5)
+        client.post(f"sessions/{client.session_id}/finish", {"reason": {"type": "success"}})
+    busy.post(f"sessions/{busy.session_id}/finish", {"reason": {"type": "success"}})
+
+
 def test_samples_with_all_parameters(lora_server: str, model: Path) -> None:
     client = WireClient(lora_server, KEY)
     sampler, prompt = client.sampler(base_model=str(model)), SEQUENCES[0]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.serve.tinker_losses import LOSSES, check_loss, make_batch, make_loss, split_targets
+from megarl.serve.tinker_losses import LOSSES, check_loss, join_losses, make_batch, make_loss, split_targets
 from megarl.serve.tinker_wire import Example, RequestRefused
 from megarl.types import ModelOutput
 
@@ -119,3 +119,24 @@ def test_refuses_what_a_loss_does_not_have(
 
 def test_every_loss_is_tested() -> None:
     assert LOSSES.keys() == {*FORMULAS, "cross_entropy"}
+
+
+def test_joined_losses_are_those_of_each_request() -> None:
+    """Requests of one client each: three losses, one of them twice with different options."""
+    requests = [("gspo", CLIP), ("dro", {"beta": 0.3}), ("ppo", CLIP), ("ppo", {}), ("dro", {"beta": 0.3})]
+    examples = make_examples()
+    batch = make_batch(examples * len(requests))
+    batch = batch.with_(adapter=torch.arange(len(requests)).repeat_interleave(13))
+    logprobs = (batch.rollout_logprobs + torch.randn(65, generator=torch.Generator().manual_seed(1))).requires_grad_()
+    joined = join_losses(requests)(ModelOutput(logprobs), batch)
+    (grads,) = torch.autograd.grad(joined.loss.sum(), logprobs)
+    alone = make_batch(examples)
+    rows = zip(requests, logprobs.split(13), joined.loss.split(13), grads.split(13), strict=True)
+    for number, ((name, options), part, loss, grad) in enumerate(rows):
+        values = part.detach().requires_grad_()
+        expected = make_loss(name, options)(ModelOutput(values), alone).loss
+        assert torch.equal(loss, expected)
+        assert torch.equal(grad, torch.autograd.grad(expected.sum(), values)[0])
+        parts = joined.metrics[f"loss/{number}"].split(13)
+        assert torch.equal(parts[number], expected)
+        assert not any(part.any() for index, part in enumerate(parts) if index != number)

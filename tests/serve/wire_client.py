@@ -114,9 +114,18 @@ class WireClient:
         **options: float,
     ) -> tuple[list[list[float]], dict[str, float]]:
         """Return the log-probs of each datum, and the metrics."""
+        return self.passed(self.start_pass(model_id, data, loss, forward_only, **options))
+
+    def start_pass(
+        self, model_id: str, data: Sequence[Any], loss: str, forward_only: bool = False, **options: float
+    ) -> str:
+        """Send a request as of `forward_backward`, and return its id."""
         body = forward_backward_body(model_id, data, loss, self._next(), forward_only, **options)
-        answer = self._json(*self.request("forward_backward", body, PROTOBUF))
-        message = self.result(answer["request_id"])
+        return str(self._json(*self.request("forward_backward", body, PROTOBUF))["request_id"])
+
+    def passed(self, request_id: str) -> tuple[list[list[float]], dict[str, float]]:
+        """Wait for the result of `start_pass`."""
+        message = self.result(request_id)
         (field,) = message.loss_fn_outputs[0].fields
         offsets = np.frombuffer(field.value.offsets, "<i8") // 4
         values = np.frombuffer(field.value.data, "<f4")
