@@ -132,6 +132,32 @@ def reasons() -> dict[str, str]:
     }
 
 
+def grouped_experts() -> float:
+    """Return the largest difference of grouped experts, which need a GPU, from each adapter alone."""
+    from megarl.megatron.lora import Adapter, LayerSlots
+
+    generator, splits = torch.Generator().manual_seed(1), [3, 0, 5]
+    x, slots = torch.randn(8, 6, generator=generator), torch.tensor([0, 1, 1, 1, 0, -1, 0, 1])
+    weights: list[Any] = [SimpleNamespace(expert=expert, sharding=None) for expert in range(3)]
+
+    def draw() -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [(torch.randn(3, 6, generator=generator), torch.randn(4, 3, generator=generator)) for _ in weights]
+
+    linear, drawn = torch.nn.Identity(), [draw(), draw()]
+    each = [
+        Adapter(linear, weights, [(torch.nn.Parameter(a), torch.nn.Parameter(b)) for a, b in pairs], 2.0, 1)
+        for pairs in drawn
+    ]
+    expected = [adapter(x, splits) for adapter in each]
+    pairs = list(zip(*drawn, strict=True))
+    stacked_a = [torch.cat([a for a, _ in pair]) for pair in pairs]
+    stacked_b = [torch.cat([b for _, b in pair], 1) for pair in pairs]
+    each[0].slots = LayerSlots(stacked_a, stacked_b, lambda: slots)
+    actual = each[0](x, splits)
+    rows = [torch.zeros(4) if slot < 0 else expected[slot][index] for index, slot in enumerate(slots.tolist())]
+    return float((actual - torch.stack(rows)).abs().max())
+
+
 def hash_of(name: str) -> int:
     return sum(ord(letter) * (index + 1) for index, letter in enumerate(name)) * 16
 
@@ -139,7 +165,7 @@ def hash_of(name: str) -> int:
 if __name__ == "__main__":
     world = int(os.environ["WORLD_SIZE"])
     parallel_ranks.initialize(tiny.config(world=world).parallel, timeout_s=120)
-    results: dict[str, Any] = {"reasons": reasons()}
+    results: dict[str, Any] = {"reasons": reasons(), "grouped": grouped_experts()}
     for case in sys.argv[1].split():
         family, _, layout = case.partition("@")
         sizes = {name: int(size) for name, size in (pair.split("=") for pair in layout.split(","))}

@@ -37,6 +37,7 @@ MODELS = [
 def test_adapters_in_one_pass_match_each_alone(run_ranks: Callable[..., list[dict[str, Any]]]) -> None:
     for rank, results in enumerate(run_ranks(2, "tests/megatron/ranks_adapter_slots.py", " ".join(MODELS))):
         assert results.pop("reasons") == REASONS
+        assert results.pop("grouped") < 1e-5
         assert list(results) == MODELS
         for model, numbers in results.items():
             assert numbers.pop("effect") > 0.1, (rank, model)
