@@ -28,12 +28,13 @@ class EngineSampler:
     """Deals the sequences of requests out to engines. Use it inside one event loop.
 
     engines: addresses that this process reaches. max_context: tokens of a prompt and its continuation. timeout: seconds
-    per sequence, the engine's queue included.
+    per sequence, the engine's queue included. concurrency: sequences that an engine has at a time; others wait here.
     """
 
-    def __init__(self, engines: Sequence[EngineAddress], max_context: int, timeout: float) -> None:
+    def __init__(self, engines: Sequence[EngineAddress], max_context: int, timeout: float, concurrency: int) -> None:
         self._next_engine = itertools.cycle(engines)
         self._max_context, self._timeout = max_context, timeout
+        self._limit = asyncio.Semaphore(concurrency * max(1, len(engines)))
 
     async def sample(self, request: SampleRequest, version: int) -> Samples:
         """Continue a prompt with the weights of this version. Raises RequestRefused or EngineFailed."""
@@ -89,18 +90,19 @@ class EngineSampler:
         return body
 
     async def _generate(self, session: aiohttp.ClientSession, body: dict[str, Any]) -> Any:
-        engine = next(self._next_engine)
-        headers = {"Authorization": f"Bearer {engine.api_key}", "Content-Type": "application/json"}
-        try:
-            async with session.post(f"{engine.url}/generate", data=orjson.dumps(body), headers=headers) as response:
-                content = await response.read()
-                if response.status == 400:
-                    raise RequestRefused(f"the engine refused the request: {content[:300].decode(errors='replace')}")
-                if response.status != 200:
-                    raise EngineFailed(f"the engine answered with status {response.status}: {content[:300]!r}")
-                return orjson.loads(content)
-        except (TimeoutError, aiohttp.ClientError, ValueError) as error:
-            raise EngineFailed(f"the engine did not answer: {type(error).__name__}: {error}") from None
+        async with self._limit:
+            engine = next(self._next_engine)
+            headers = {"Authorization": f"Bearer {engine.api_key}", "Content-Type": "application/json"}
+            try:
+                async with session.post(f"{engine.url}/generate", data=orjson.dumps(body), headers=headers) as response:
+                    status, content = response.status, await response.read()
+                if status == 200:
+                    return orjson.loads(content)
+            except (TimeoutError, aiohttp.ClientError, ValueError) as error:
+                raise EngineFailed(f"the engine did not answer: {type(error).__name__}: {error}") from None
+        if status == 400:
+            raise RequestRefused(f"the engine refused the request: {content[:300].decode(errors='replace')}")
+        raise EngineFailed(f"the engine answered with status {status}: {content[:300]!r}")
 
 
 def _topk(row: Sequence[Sequence[Any]] | None) -> list[tuple[int, float]]:

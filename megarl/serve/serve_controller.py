@@ -6,7 +6,7 @@ Rank 0 runs the HTTP server in a thread, and broadcasts each command to all rank
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -108,7 +108,8 @@ class ServeController(Controller):
         try:
             if ranks.is_lead():
                 config = flow.config
-                sampler = EngineSampler(addresses, config.rollout.max_context, config.rollout.request_timeout)
+                rollout = config.rollout
+                sampler = EngineSampler(addresses, rollout.max_context, rollout.request_timeout, rollout.concurrency)
                 service = TinkerService(
                     config, flow.data.max_positions, self._service_settings(), saved, queue, sampler, flow.log.log
                 )
@@ -117,7 +118,7 @@ class ServeController(Controller):
                 flow.log.log(f"serving {config.model.path} at {url}")
                 if config.lora.rank and reason:
                     flow.log.log(f"serve: clients' adapters are trained in turn, since {reason}")
-            count = self._execute_commands(models, queue, service)
+            count = self._execute_commands(models, queue, service, flow.log.progress.begin_phase)
         finally:
             if service is not None:
                 service.close()
@@ -161,8 +162,17 @@ class ServeController(Controller):
             models.save(SaveModel(BASE, str(folder), for_sampler=True))
             models.unload(BASE)
 
-    def _execute_commands(self, models: ClientModels, queue: WorkQueue, service: TinkerService | None) -> int:
-        """Execute commands until the service is to stop; return their number."""
+    def _execute_commands(
+        self,
+        models: ClientModels,
+        queue: WorkQueue,
+        service: TinkerService | None,
+        show_phase: Callable[[str], None],
+    ) -> int:
+        """Execute commands until the service is to stop; return their number.
+
+        show_phase: called with the name of each command for the live display, empty while there is none.
+        """
         jobs: list[SampleJob] | list[Job]
         count, jobs, job = 0, [], Job(Idle())
         while True:
@@ -172,6 +182,7 @@ class ServeController(Controller):
             command: Command = ranks.broadcast_object(BeginSampling(samples[0].folder) if samples else job.command)
             if isinstance(command, Stop):
                 return count
+            show_phase("" if isinstance(command, Idle) else type(command).__name__)
             count += 1
             error = ""
             result: Any = None

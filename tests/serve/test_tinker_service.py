@@ -31,7 +31,7 @@ class FakeSampler(EngineSampler):
     """Repeats the prompt; a prompt that begins with 9 fails."""
 
     def __init__(self) -> None:
-        super().__init__((), 64, 1.0)
+        super().__init__((), 64, 1.0, 1)
 
     async def sample(self, request: SampleRequest, version: int) -> Samples:
         await asyncio.sleep(0)
