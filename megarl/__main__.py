@@ -32,6 +32,7 @@ COMMANDS = {
     "timeline": Command("megarl.view.run_timeline", "print which phase each rank of a run was in, and what waited"),
     "report": Command("megarl.observe.run_report", "print a table of runs and plot their rewards"),
     "sweep": Command("megarl.sweep", "run a grid or an Optuna study over keys, and print one table"),
+    "push": Command("megarl.push", "upload a run's policy to the Hugging Face Hub, with a model card"),
     "serve": Command("megarl.serve", "serve a trainer to clients of the tinker SDK"),
     "plan": Command("megarl.dry_run.plan_command", "which layouts of a model fit on how many GPUs, by estimate"),
     "try-reward": Command("megarl.rewards.try_reward", "call a reward function on rows of a data set"),

@@ -31,8 +31,8 @@ LAYERS = (
     {"flow", "model_sources"},
     {"rehearse"},
     {"chat_conversation", "train"},
-    {"chat"},
-    {"eval", "serve", "sweep", "completion"},
+    {"chat", "model_card"},
+    {"eval", "push", "serve", "sweep", "completion"},
 )
 LEVEL = {"": 0} | {name: level for level, names in enumerate(LAYERS, 1) for name in names}  # "": the version
 

@@ -21,7 +21,7 @@ import yaml
 
 from megarl.config import Config, ConfigError, load_config, to_dict
 from megarl.launch.restarts import read_memory_step
-from megarl.observe import user_code
+from megarl.observe import run_machine, user_code
 from megarl.observe.tracker import read_metrics
 from megarl.observe.webhook import ENV_PREFIX
 from megarl.parallel.policy_configs import POLICIES_FOLDER
@@ -88,7 +88,7 @@ class RunFolder:
     """Paths created by `claim`, innermost first."""
 
     def begin(self, step: int = 0) -> list[Change]:
-        """Write config.yaml, README.txt and the user's code, for a run that continues after step `step`.
+        """Write config.yaml, README.txt, machine.jsonl and the user's code, for a run that continues after step `step`.
 
         Return the configuration and code changes that apply from there on. Raises ConfigError if the folder cannot be
         written.
@@ -102,6 +102,7 @@ class RunFolder:
                     file.write(json.dumps(record, default=str) + "\n")
             write_atomically(self.path / "config.yaml", text)
             write_atomically(self.path / "README.txt", README)
+            run_machine.record(self.path, step)
             code = user_code.record(self.path, self._config, step, self.is_resumed)
         except OSError as error:
             raise _unusable(self.path, error) from None

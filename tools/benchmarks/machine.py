@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
-from pathlib import Path
 
 import psutil
 
-from megarl import __version__
+from megarl.observe import run_machine
 from megarl.parallel import device
 
 PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "trl")
@@ -18,7 +16,7 @@ PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "trl")
 def describe_machine() -> dict[str, str | int | float]:
     """Return processor, cores (those of this process, and all), memory in GB, GPUs and kernel."""
     return {
-        "cpu": find_cpu_model(),
+        "cpu": run_machine.find_cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "cores_of_machine": os.cpu_count() or 0,
         "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
@@ -27,22 +25,10 @@ def describe_machine() -> dict[str, str | int | float]:
     }
 
 
-def find_cpu_model() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()  # ARM's cpuinfo names no model
-
-
 def list_versions() -> dict[str, str]:
     """Return the versions of MegaRL, Python and PACKAGES, "none" for what is not installed."""
-    versions = {"megarl": __version__, "python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = "none"
-    return versions
+    versions = run_machine.list_versions(PACKAGES)
+    return {name: versions.get(name, "none") for name in ("megarl", "python", *PACKAGES)}
 
 
 def read_load() -> list[float]:

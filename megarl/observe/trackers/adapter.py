@@ -108,11 +108,16 @@ def sanitize_name(name: str) -> str:
 
 def redact_secrets(error: BaseException) -> str:
     """Return an error's message in one line, without secrets from environment variables and URLs."""
-    message = one_line(error)
+    return redact_text(one_line(error))[:300]
+
+
+def redact_text(text: str) -> str:
+    """Return text without the values of environment variables that are named like secrets, and without the users and
+    passwords in URLs."""
     secrets = {value for name, value in os.environ.items() if _SECRET.search(name) and len(value) >= 6}
     for secret in sorted(secrets, key=len, reverse=True):
-        message = message.replace(secret, "***")
-    return _URL_CREDENTIALS.sub("//***@", message)[:300]
+        text = text.replace(secret, "***")
+    return _URL_CREDENTIALS.sub("//***@", text)
 
 
 MAX_ROLLOUTS = 4
