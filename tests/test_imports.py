@@ -31,7 +31,7 @@ LAYERS = (
     {"flow", "model_sources"},
     {"rehearse"},
     {"chat_conversation", "train"},
-    {"chat", "model_card"},
+    {"chat", "evaluators", "model_card"},
     {"eval", "push", "serve", "sweep", "completion"},
 )
 LEVEL = {"": 0} | {name: level for level, names in enumerate(LAYERS, 1) for name in names}  # "": the version

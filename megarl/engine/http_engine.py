@@ -91,6 +91,8 @@ class HTTPEngine(ABC):
         self._adapter_versions: dict[str, int] = {}
         self.tool_call_parser = ""
         """Name of SGLang's parser for the policy's tool calls."""
+        self.parses_tool_calls = False
+        """Whether the server itself parses tool calls, for clients of its OpenAI API. Set it before `start`."""
         self.tool_call_marker = ""
         """Text by which SGLang's parser recognizes a tool call; empty if the parser has none."""
         node = f"_node_{node_rank}" if nnodes > 1 else ""

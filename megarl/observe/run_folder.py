@@ -233,6 +233,22 @@ def check_earlier_run(path: Path, config: Config, resume: bool) -> list[Change]:
     return changes
 
 
+def append_metrics(run: Path, step: int, metrics: Mapping[str, float]) -> None:
+    """Append metrics of a step to the metrics.jsonl of a run that is not in progress.
+
+    Raises ConfigError if it is, and OSError if the folder cannot be written.
+    """
+    file = run / "metrics.jsonl"
+    lock = _lock(run / ".lock")
+    try:
+        text = file.read_bytes() if file.is_file() else b""
+        separator = "\n" if text and not text.endswith(b"\n") else ""  # a crash has truncated the last line
+        with file.open("a", encoding="utf-8") as stream:
+            stream.write(separator + json.dumps({"step": step, "time": time.time(), **metrics}) + "\n")
+    finally:
+        _close(lock)
+
+
 def redact_config(config: Config) -> dict[str, Any]:
     """Return the configuration without secrets: the URL in `track.webhook`, unless given as an `env:` variable."""
     tree = to_dict(config)

@@ -137,6 +137,7 @@ class SGLangEngine(HTTPEngine):
             **server_args.speculative_args(rollout.num_speculative_tokens),
             **server_args.sampling_args(rollout),
             **server_args.expert_args(rollout),
+            **({"tool_call_parser": self.tool_call_parser} if self.parses_tool_calls and self.tool_call_parser else {}),
             **family_of(hf).engine_settings,
             **self._platform.server_args(self.config, self.first_rank),
             **rollout.sglang,
