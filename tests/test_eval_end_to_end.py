@@ -10,6 +10,10 @@ from pathlib import Path
 import pytest
 from training_run import ENVIRONMENT, ONE_RANK, ROOT, make_folder, with_host
 
+sys.path.insert(0, str(ROOT / "tests" / "helpers"))
+
+from hub_server import TOKEN, serve_hub  # noqa: E402
+
 from megarl.models.hf_folder import open_hf
 from megarl.observe.rollout_log import read_rollouts
 
@@ -82,6 +86,29 @@ def test_evaluates_the_newest_checkpoint(folder: Path, run: Path, tmp_path: Path
     view_command = [sys.executable, "tools/view_rollouts.py", str(out), "--show", "1"]
     shown_as = subprocess.run(view_command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True).stdout
     assert "turn 1: policy" in shown_as and "<|im_start|>" in shown_as  # text, decoded by the model's tokenizer
+
+
+def test_pushes_a_checkpoint_that_the_card_loads(run: Path, tmp_path: Path) -> None:
+    """To a stand-in of the Hub. The weights that arrive are those of the export, which is of the same step."""
+    with serve_hub() as hub:
+        environment = ENVIRONMENT | {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1"}
+        command = [sys.executable, "-m", "megarl.push", str(run), "lab/sums", "--step", "2"]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
+        assert (done.returncode, done.stderr) == (0, ""), done.stderr
+        files = hub.repos["lab/sums"].branches["main"]
+    assert files["model.safetensors"] == (run / "export/model.safetensors").read_bytes()
+    assert not list(run.glob(".push-*"))
+    target = tmp_path / "pushed"
+    target.mkdir()
+    for name, content in files.items():
+        (target / name).write_bytes(content)
+    card = files["README.md"].decode()
+    code = card.split("```python\n")[1].split("```")[0]
+    code = code.replace("lab/sums", str(target)).replace("max_new_tokens=512", "max_new_tokens=4")
+    code = code.replace(', device_map="auto"', "").replace('"..."', '"What is 12+7?"')  # without accelerate
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert shown.returncode == 0 and "What is 12+7?" in shown.stdout, shown.stderr
+    assert "- sft" in card and "reinforcement-learning" not in card and "recorded no versions" not in card
 
 
 def test_chats_with_the_exported_policy(run: Path, host: str) -> None:
