@@ -101,15 +101,15 @@ def find_base_model(config: Config) -> str:
 
 
 def find_hub_name(path: str, kind: str) -> str:
-    """Return `organization/name` of a path in the Hub's cache, or of a name. kind: models or datasets. "" for others.
+    """Return `organization/name` of a path in the Hub's cache; "" for others. kind: models or datasets.
+
+    A configuration has such a path if the user wrote the Hub's name: `load_config` replaces it.
 
     >>> find_hub_name("/cache/models--Qwen--Qwen3-30B-A3B/snapshots/0c1", "models")
     'Qwen/Qwen3-30B-A3B'
     """
     match = _CACHED.search(path)
-    if match and match[1] == kind:
-        return f"{match[2]}/{match[3]}"
-    return path if kind == "models" and is_hub_name(path) else ""
+    return f"{match[2]}/{match[3]}" if match and match[1] == kind else ""
 
 
 def find_datasets(config: Config) -> list[str]:
@@ -167,12 +167,12 @@ def format_changed_keys(config: Config) -> str:
 # --- the card
 
 
-def format_metadata(training: Training, options: CardOptions) -> str:
-    """Return the YAML block at the head of the card."""
+def make_metadata(training: Training, options: CardOptions) -> dict[str, Any]:
+    """Return the metadata of the card. license, base_model and datasets are empty if they are not known."""
     config = training.config
     is_rl = bool(training.run.series(REWARD)[0])
     algorithm = config.algorithm.rpartition(":")[2]
-    tree: dict[str, Any] = {
+    return {
         "license": options.license,
         "library_name": "transformers",
         "pipeline_tag": training.pipeline_tag,
@@ -180,8 +180,12 @@ def format_metadata(training: Training, options: CardOptions) -> str:
         "datasets": list(options.datasets) or find_datasets(config),
         "tags": [*(["reinforcement-learning"] if is_rl else []), algorithm, "megarl", "megatron-core"],
     }
-    text = yaml.safe_dump({name: value for name, value in tree.items() if value}, sort_keys=False, allow_unicode=True)
-    return f"---\n{text}---\n"
+
+
+def format_metadata(metadata: Mapping[str, Any]) -> str:
+    """Return the YAML block at the head of the card, without empty entries."""
+    known = {name: value for name, value in metadata.items() if value}
+    return f"---\n{yaml.safe_dump(known, sort_keys=False, allow_unicode=True)}---\n"
 
 
 def list_results(run: Run) -> list[tuple[str, str, str]]:
@@ -300,7 +304,7 @@ def format_card(training: Training, repo: str, options: CardOptions) -> str:
         "## Versions and machines",
         describe_machines(training),
     ]
-    return redact_text(format_metadata(training, options) + "\n" + "\n\n".join(parts) + "\n")
+    return redact_text(format_metadata(make_metadata(training, options)) + "\n" + "\n\n".join(parts) + "\n")
 
 
 def write_card(folder: Path, training: Training, repo: str, options: CardOptions) -> list[Path]:

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 CARD_FOLDER = "model_card"
 """In the run folder."""
+UNKNOWN = {"license": "--license", "base_model": "--base-model", "datasets": "--dataset"}
+"""Metadata that a run may not show, and their options."""
 _WEIGHTS = re.compile(r"[^/]*\.(safetensors|bin|pt|index\.json)")
 """Files of weights at the top of a repository; those of an earlier push that this one does not replace are removed."""
 _REPO = re.compile(r"([\w.-]+/)?[\w.-]{1,96}", re.ASCII)
@@ -206,7 +208,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def push(options: argparse.Namespace) -> int:
-    from megarl.model_card import CardOptions, read_training, write_card
+    from megarl.model_card import CardOptions, make_metadata, read_training, write_card
 
     run, repo = options.run, options.repo or default_repo(options.run)
     check_repo(repo)
@@ -217,10 +219,15 @@ def push(options: argparse.Namespace) -> int:
         check_writable_folder(folder, "RUN")
         upload = None if options.dry_run else Upload(repo, options.revision)
         card_options = CardOptions(options.license, options.base_model, tuple(options.dataset))
-        card = write_card(folder, read_training(run, model, options.step), repo, card_options)
-        files = collect_files(model, card)
+        training = read_training(run, model, options.step)
+        files = collect_files(model, write_card(folder, training, repo, card_options))
         if options.card is not None:
             files["README.md"] = options.card
+        else:
+            metadata = make_metadata(training, card_options)
+            missing = [option for name, option in UNKNOWN.items() if not metadata[name]]
+            if missing:
+                print(f"note: the card has none of what {', '.join(missing)} would add", file=sys.stderr)
         if upload is None:
             print(f"{len(files)} files for {repo}, none of them sent:")
             print_files(files)
