@@ -2,9 +2,9 @@
 
     megarl eval TARGET --data FILE [--data FILE2] [--k 1,8] [--samples N] [--out FOLDER]
                                     [section.key=value ...]
-    .venv/bin/python -m megarl.eval TARGET --lm-eval TASKS [section.key=value ...] [-- OPTIONS OF lm_eval]
-    .venv/bin/python -m megarl.eval TARGET --inspect TASK [section.key=value ...] [-- OPTIONS OF inspect]
-    .venv/bin/python -m megarl.eval TARGET --command COMMAND [section.key=value ...]
+    megarl eval TARGET --lm-eval TASKS [section.key=value ...] [-- OPTIONS OF lm_eval]
+    megarl eval TARGET --inspect TASK [section.key=value ...] [-- OPTIONS OF inspect]
+    megarl eval TARGET --command COMMAND [section.key=value ...]
 
 TARGET is a Hugging Face folder (or the Hub's name of one in this machine's cache), a checkpoint, or a run folder, which
 stands for its newest checkpoint. A run's tools, sampling settings and rewards apply, too, unless keys override them. If
