@@ -39,6 +39,7 @@ from megarl.models.registry import load_hf_config
 from megarl.observe.clock import Clock
 from megarl.observe.control import Configurable, Control
 from megarl.observe.hang_watchdog import HangWatchdog
+from megarl.observe.live_status import LiveStatus
 from megarl.observe.metrics import ZeroSpreadWarning, batch_metrics, prefix_metrics, rollout_metrics
 from megarl.observe.mfu import GpuMonitor, compute_throughput, select_remote_clocks
 from megarl.observe.profiler import StepProfiler
@@ -114,6 +115,7 @@ class HybridFlow:
     Roles that the controller needs and that are not registered get their default worker.
     """
 
+    policy_name = ""
     rollout: RolloutWorker
     actor: ActorWorker
     reference: ReferenceWorker | SeparateReferenceWorker
@@ -130,6 +132,7 @@ class HybridFlow:
         self.config = config if isinstance(config, Config) else load_config(config, overrides)
         self.registered: dict[str, RegisteredWorker] = {}
         self.watchdog: HangWatchdog | None = None
+        self.live_status: LiveStatus | None = None
         self.gpu: GpuMonitor | None = None
         self.step = 0
         self.checkpointer: Checkpointer | None = None
@@ -392,6 +395,8 @@ class HybridFlow:
                 worker.close()
             if self.watchdog is not None:
                 self.watchdog.close()
+            if self.live_status is not None:
+                self.live_status.close()
             if self.gpu is not None:
                 self.gpu.close()
             if hasattr(self, "clock"):
@@ -419,6 +424,10 @@ class HybridFlow:
                 notify_launcher=lambda rank, text: exit_status.notify_launcher("late", text, rank),
             )
             self.watchdog.start()
+        self.live_status = LiveStatus(
+            *(self.log.run_dir, self.job.rank, self.job.world), lambda: self.clock.position[:2], lambda: self.step
+        )
+        self.live_status.start()
         if self.log.is_writer:
             self.gpu = GpuMonitor(device.gpu_load)
         critic_path = config.critic.path or config.model.path if "critic" in self.requirements.roles else None

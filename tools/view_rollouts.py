@@ -8,8 +8,8 @@ text that it was only given, and that is not trained on, is dimmed. `--html` wri
 megarl view writes one of all steps. `--where` filters by columns with <, <=, >, >=, = or != (for text also ~,
 "contains"), and, or, not and parentheses. `--sort reward` starts with the lowest, `--sort reward:down` with the
 highest. Columns: step, number, group, prompt, source, status, reward, advantage, logprob, length, actions (the policy's
-tokens), turns, tool_calls, tool_errors, staleness. `--tokens` prints a line per token: its position, id, log-prob,
-advantage, weight version and text.
+tokens), turns, tool_calls, tool_errors, staleness, mode (sampled or greedy). `--tokens` prints a line per token: its
+position, id, log-prob, advantage, weight version and text. RUN_DIR/evaluation has the rollouts of evaluations.
 
 For statistics over all of them, a step is a folder of parquet files with a row per rollout:
 
@@ -36,7 +36,7 @@ from megarl.config.command_line import Parser, check_writable_file, int_in_range
 from megarl.observe.rollout_log import is_complete, read_records, recorded_steps
 from megarl.observe.rollout_table import Record
 from megarl.types import Turn
-from megarl.view.query import COLUMNS, TEXT_COLUMNS, Value, check_column, parse_condition
+from megarl.view.query import COLUMNS, MODES, TEXT_COLUMNS, Value, check_column, parse_condition
 from megarl.view.rollout_details import Decode, TokenDecoder, load_decoder, load_decoder_or_default
 
 STYLE = """
@@ -87,6 +87,7 @@ def figures(record: Record, step: int, newest: int) -> dict[str, Value]:
         "tool_calls": rollout.tool_calls,
         "tool_errors": rollout.tool_errors,
         "staleness": newest - oldest,
+        "mode": MODES[record.is_greedy],
     }
     return values
 

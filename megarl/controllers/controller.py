@@ -37,6 +37,8 @@ class Flow(Protocol):
     job: Job
     controller: Controller
     step: int
+    policy_name: str
+    """The policy, in a run that trains several, whose algorithm sees the flow; empty for the first."""
     last_step: int
     """The step after which the run ends."""
     data: ItemReader

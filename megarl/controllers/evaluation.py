@@ -16,6 +16,7 @@ from megarl.config import Config, ConfigError
 from megarl.controllers.controller import Evaluation, Flow
 from megarl.observe.eval_metrics import CORRECT_REWARD, pass_at_k
 from megarl.observe.metrics import mask_by_source, rollout_metrics
+from megarl.observe.step_record import GenerateCall
 from megarl.rewards.composite import summarize_unscored
 from megarl.rollout.aborted import check_abort_limit
 from megarl.types import Rollouts
@@ -34,12 +35,14 @@ def sampling_modes(config: Config) -> tuple[SamplingMode, ...]:
     return SamplingMode("greedy", True, 1), SamplingMode("sampled", False, config.run.eval_samples)
 
 
-def compute_eval_metrics(flow: Flow, generated: Iterable[tuple[SamplingMode, Rollouts]]) -> dict[str, float]:
-    """Score the rollouts of each mode and return metrics, see `PolicyController.evaluate`. Each mode is scored before
-    the next is generated."""
+def compute_eval_metrics(flow: Flow, generated: Iterable[tuple[SamplingMode, Rollouts]], step: int) -> dict[str, float]:
+    """Score the rollouts of each mode, record them, and return metrics, see `PolicyController.evaluate`. Each mode is
+    scored before the next is generated. step: after which the evaluation began."""
     metrics = {}
+    calls = []
     for mode, unscored in generated:
         rollouts = flow.reward.score(unscored)
+        calls.append(GenerateCall(rollouts, mode.greedy))
         if rollouts.version >= 0:
             metrics["eval/weight_version"] = float(rollouts.version)
         if mode.samples > 1:
@@ -51,6 +54,7 @@ def compute_eval_metrics(flow: Flow, generated: Iterable[tuple[SamplingMode, Rol
             short = kind.replace("reward_mean", "reward")
             if short in ("reward", "turns_mean", "response_length_mean", "aborted_frac", "reward_failed_frac"):
                 metrics[f"eval/{short}_{mode.name}" + (f"/{source}" if source else "")] = value
+    flow.log.record_evaluation(step, calls, flow.policy_name)
     return metrics
 
 
@@ -62,7 +66,7 @@ class AsyncEvaluation:
     """
 
     def __init__(self, flow: Flow, pending: Sequence[tuple[SamplingMode, PendingGeneration]]) -> None:
-        self._flow, self._pending = flow, pending
+        self._flow, self._pending, self._step = flow, pending, flow.step
 
     def is_done(self) -> bool:
         return all(pending.is_done() for _, pending in self._pending)
@@ -71,7 +75,7 @@ class AsyncEvaluation:
         answered = [(mode, pending.result()) for mode, pending in self._pending]
         for _, rollouts in answered:
             check_abort_limit(rollouts, self._flow.config)
-        return compute_eval_metrics(self._flow, answered) | {
+        return compute_eval_metrics(self._flow, answered, self._step) | {
             "eval/weight_version": float(self._pending[0][1].start_version),
             "eval/weight_version_last": float(max(newest_version(rollouts) for _, rollouts in answered)),
         }

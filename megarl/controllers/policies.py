@@ -48,7 +48,7 @@ class PolicyFlow:
     """A flow as the algorithm of another policy sees it: its roles under the names of the first policy's."""
 
     def __init__(self, flow: Flow, policy: str) -> None:
-        self.flow, self.policy = flow, policy
+        self.flow, self.policy_name = flow, policy
         self.config = policy_config(flow.config, f"actor_{policy}")
 
     @property
@@ -59,7 +59,7 @@ class PolicyFlow:
 
     def __getattr__(self, name: str) -> Any:
         """Return the policy's role of this name, or whatever else the flow has."""
-        return getattr(self.flow, policy_role(name, self.policy))
+        return getattr(self.flow, policy_role(name, self.policy_name))
 
 
 def flow_of(flow: Flow, policy: str) -> Flow:

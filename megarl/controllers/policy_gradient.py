@@ -51,7 +51,7 @@ class PolicyController(Controller):
         generate = flow.rollout.generate
         modes = sampling_modes(self.config)
         return compute_eval_metrics(
-            flow, ((mode, generate(items, mode.samples, mode.greedy, held_out=True)) for mode in modes)
+            flow, ((mode, generate(items, mode.samples, mode.greedy, held_out=True)) for mode in modes), flow.step
         )
 
     def begin_evaluation(self, flow: Flow, items: Sequence[Prompt]) -> Evaluation | None:

@@ -42,6 +42,10 @@ TOKEN_BYTES = 12
 """Bytes of a token with its log-prob and advantage; `TRAINER_COLUMNS` count as a token per so many bytes."""
 
 
+EVALUATION_FOLDER = "evaluation"
+"""Name of `evaluation_folder`."""
+
+
 def step_folder(run_dir: str | Path, step: int) -> Path:
     """Return the folder of a step's rollouts. Steps count from 1."""
     return Path(run_dir) / "rollouts" / f"step_{step:06d}"
@@ -51,6 +55,12 @@ def policy_folder(run_dir: Path, policy: str) -> Path:
     """Return a policy's folder in a run folder, where its rollouts are recorded, or in a checkpoint; the first policy,
     whose name is empty, has the folder itself."""
     return run_dir / POLICIES_FOLDER / policy if policy else run_dir
+
+
+def evaluation_folder(run_dir: Path) -> Path:
+    """Return the folder of a run, or of one of its policies, where the rollouts of evaluations are recorded, in
+    files like those of training. Their step is the one after which the evaluation began, from 0."""
+    return run_dir / EVALUATION_FOLDER
 
 
 def part_file(run_dir: str | Path, step: int, rank: int) -> Path:

@@ -77,6 +77,8 @@ class Record(NamedTuple):
     trainer_logprobs: TrainerLogprobs | None = None
     call: int | None = None
     """Which of the step's generations it is of; None in earlier formats, and if the algorithm made it itself."""
+    is_greedy: bool = False
+    """Whether that generation was greedy; False where `call` is None."""
 
 
 # --- rollouts to rows -----------------------------------------------------------------------------------------
@@ -276,7 +278,8 @@ def to_record(row: dict[str, Any], image_files: Sequence[bytes] = ()) -> Record:
     )
     trainer_logprobs = row.get("trainer_logprobs")
     trainer = None if trainer_logprobs is None else TrainerLogprobs(trainer_logprobs, row.get("unreplayed_logprobs"))
-    return Record(row["number"], rollout, row["advantage"], row["advantages"], trainer, row.get("call"))
+    call, is_greedy = row.get("call"), bool(row.get("greedy"))
+    return Record(row["number"], rollout, row["advantage"], row["advantages"], trainer, call, is_greedy)
 
 
 def _read_images(row: dict[str, Any], files: Sequence[bytes]) -> dict[int, tuple[Image, ...]]:

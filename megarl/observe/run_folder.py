@@ -22,6 +22,7 @@ import yaml
 from megarl.config import Config, ConfigError, load_config, to_dict
 from megarl.launch.restarts import read_memory_step
 from megarl.observe import run_machine, user_code
+from megarl.observe.rollout_log import EVALUATION_FOLDER
 from megarl.observe.tracker import read_metrics
 from megarl.observe.webhook import ENV_PREFIX
 from megarl.parallel.policy_configs import POLICIES_FOLDER
@@ -57,7 +58,7 @@ UNREPORTED_KEYS = ("run.resume", "run.dir", "track.")
 """Key prefixes whose changes are not logged."""
 
 CHECKPOINTS = "checkpoints"
-RESULT_NAMES = ("metrics.jsonl", "rollouts", POLICIES_FOLDER, CHECKPOINTS, "export")
+RESULT_NAMES = ("metrics.jsonl", "rollouts", EVALUATION_FOLDER, POLICIES_FOLDER, CHECKPOINTS, "export")
 
 README = files("megarl.observe").joinpath("run_folder_readme.txt").read_text(encoding="utf-8")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import secrets
 import time
@@ -20,7 +21,7 @@ from megarl.observe.clock import Span, Timeline
 from megarl.observe.guards import Guards
 from megarl.observe.health_bands import load_bands
 from megarl.observe.progress import Progress
-from megarl.observe.rollout_log import RolloutLog, policy_folder, remove_after
+from megarl.observe.rollout_log import RolloutLog, evaluation_folder, policy_folder, remove_after
 from megarl.observe.rollout_table import TrainerLogprobs
 from megarl.observe.run_folder import Change, RunFolder, claim, redact_config
 from megarl.observe.span_export import SpanExporter
@@ -91,6 +92,18 @@ class RunLog:
                 policy: RolloutLog(policy_folder(self.run_dir, policy), *settings, vocab_hash)
                 for policy, vocab_hash in (vocab_hashes or {"": ""}).items()
             }
+        self._evaluations: dict[str, RolloutLog] = {}
+        """Rollouts of evaluations by policy, recorded as `_rollouts` are, without replay data."""
+        self._eval_source = Path(config.data.eval[0]).stem if config.data.eval else ""
+        """Name of the evaluation set for prompts without a data source, which only a single file may have."""
+        if config.data.eval and self._rollouts:
+            self._evaluations = {
+                policy: RolloutLog(
+                    evaluation_folder(policy_folder(self.run_dir, policy)), job.rank, self._warn, False, vocab_hash
+                )
+                for policy, vocab_hash in (vocab_hashes or {"": ""}).items()
+            }
+        self._eval_every, self._num_rollout = config.run.eval_every, config.run.num_rollout
         self._timeline = Timeline(self.run_dir, job.rank, self._warn)
         self._span_exporter: SpanExporter | None = None
         if config.track.opentelemetry:
@@ -103,8 +116,9 @@ class RunLog:
     def begin(self, step: int) -> None:
         """Continue the run after step `step`: log and record configuration changes.
 
-        Removes the rollouts of later steps, which will be repeated. Collective.
+        Removes the rollouts of later steps, and of evaluations from `step` on, which will be repeated. Collective.
         """
+        repeats_evaluation = bool(self._eval_every) and (step % self._eval_every == 0 or step >= self._num_rollout)
         changes: list[Change] = []
 
         def begin() -> None:
@@ -114,6 +128,7 @@ class RunLog:
                     folder = policy_folder(self.run_dir, policy)
                     try:
                         remove_after(folder, step)
+                        remove_after(evaluation_folder(folder), step - repeats_evaluation)
                     except OSError as error:
                         raise ConfigError(
                             f"cannot remove the rollouts of steps after {step} in {folder}/rollouts, which are "
@@ -249,6 +264,23 @@ class RunLog:
             values = () if batch is None else split_batch(batch, trained, record.rollouts)
             self._record(policy, step, record, *values)
 
+    def record_evaluation(self, step: int, calls: Sequence[GenerateCall], policy: str = "") -> None:
+        """Record what an evaluation of the state after `step` steps has generated, with rewards, in the background. Not
+        collective.
+
+        The data source of its prompts names their evaluation set: those without one get that of the file.
+        """
+        if policy in self._evaluations:
+            record = make_step_record(calls)
+            prompts = {id(rollout.prompt): rollout.prompt for rollout in record.rollouts}  # samples share one
+            named = {
+                key: prompt if prompt.data_source else dataclasses.replace(prompt, data_source=self._eval_source)
+                for key, prompt in prompts.items()
+            }
+            rollouts = [dataclasses.replace(rollout, prompt=named[id(rollout.prompt)]) for rollout in record.rollouts]
+            values = record.total, record.numbers, rollouts, None, None, record.calls, record.generation
+            self._evaluations[policy].write(step, *values)
+
     def record_failed_step(self, step: int, calls: Mapping[str, Sequence[GenerateCall]]) -> None:
         """Record what a step that failed has generated, by policy, so that it can be replayed. Not collective."""
         for policy, generated in calls.items():
@@ -277,7 +309,7 @@ class RunLog:
 
     def make_drain(self) -> Callable[[], object]:
         """Return a function that waits, on any thread, until the rollouts recorded so far are on disk."""
-        drains = [rollouts.make_drain() for rollouts in self._rollouts.values()]
+        drains = [rollouts.make_drain() for rollouts in (*self._rollouts.values(), *self._evaluations.values())]
         return lambda: [drain() for drain in drains]
 
     def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -308,7 +340,7 @@ class RunLog:
 
     def close(self) -> None:
         self.progress.close()
-        for rollouts in self._rollouts.values():
+        for rollouts in (*self._rollouts.values(), *self._evaluations.values()):
             rollouts.close()
         if self._tracker is not None:
             self._tracker.close()

@@ -43,6 +43,17 @@ OVERCOMMIT = 2
 """Maximum ratio of running conversations to engine slots; the excess waits for tools."""
 
 
+LoadListener = Callable[[EngineLoad, int], None]
+"""(load of this process' engine, running conversations), called each time that the load is read."""
+
+_load_listener: LoadListener | None = None
+
+
+def set_load_listener(listener: LoadListener | None) -> None:
+    global _load_listener
+    _load_listener = listener
+
+
 class RequestGate:
     """Counts running conversations, idle ones among them, and open requests.
 
@@ -152,6 +163,8 @@ class RequestGate:
         while isinstance(self.policy, LoadSource):
             if self.num_requests and (load := await self.policy.read_load()) is not None:
                 self.load, self.prefill_cost = load, self.prefill_cost.update(load)
+                if _load_listener is not None:
+                    _load_listener(load, self.num_conversations)
                 waiting = [slot for slot in self._slots if slot.idle_since is None and not self.is_fitting(slot)]
                 self.usage = self.usage.add_load(load, len(waiting), self.budget.tokens if self.budget else UNLIMITED)
             self.recount_fitting()  # conversations lose their places as time passes

@@ -13,39 +13,67 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import numpy as np
 
+from megarl.observe.rollout_log import evaluation_folder
 from megarl.utils.text import write_atomically
 from megarl.view.column_codec import to_json
 from megarl.view.divergence import find_divergence
+from megarl.view.prompt_texts import PromptTexts
 from megarl.view.rollout_details import Detail, TokenDecoder, load_decoder, read_details, tokenizer_folders
 from megarl.view.rollout_files import Notes
 from megarl.view.rollout_index import Index, IndexReader
 from megarl.view.run_data import RunData, read_run, read_texts
 
-SCRIPTS = "blocks elements query grid curves phases table tokens prompts compare configuration files main".split()
+SCRIPTS = (
+    *("blocks", "elements", "query", "grid", "live", "curves", "phases", "search", "table", "tokens", "prompts"),
+    *("compare", "configuration", "files", "main"),
+)
 """MegaRL's scripts in load order."""
 MAX_INLINE_BYTES = 12 << 20
 """Size limit of inline rollout indices; larger ones go to a file beside the page."""
+MAX_INLINE_PROMPTS = 1 << 18
+"""Size limit of inline beginnings of prompts, in characters; only one view needs them."""
 TOKENS_PER_FILE = 50_000
 DEFAULT_DETAILS = 20_000
 """Default number of rollouts whose tokens are written beside the page."""
+EVALUATION_SHARE = 0.25
+"""Share of those that evaluations get at most."""
+EVALUATION_PREFIX = "eval-"
+"""Prefix of the names of blocks about rollouts of evaluations."""
+FILE_KINDS = ("tokens", "index", "prompts", f"{EVALUATION_PREFIX}tokens", f"{EVALUATION_PREFIX}index")
+"""Beginnings of the names of files beside the page."""
 
 SpanLoader = Callable[[Path], "Mapping[str, Any] | None"]
 """Loads the timeline of a run folder; None if it has none."""
 
 
-def load(path: Path, load_spans: SpanLoader | None = None, reader: IndexReader | None = None) -> RunData:
+class RunReaders(NamedTuple):
+    """Cached readers of a run folder, for repeated loads."""
+
+    training: IndexReader
+    evaluation: IndexReader
+
+    @staticmethod
+    def create(path: Path) -> RunReaders:
+        return RunReaders(IndexReader(path), IndexReader(evaluation_folder(path)))
+
+
+def load(path: Path, load_spans: SpanLoader | None = None, readers: RunReaders | None = None) -> RunData:
     """Load a run folder with its rollouts and timeline. Raises ConfigError if it does not exist.
 
     Args:
-        reader: cached reader of this folder, for repeated loads.
+        readers: of this folder.
     """
     run = read_run(path)
-    run.index = (reader or IndexReader(path)).read()
+    readers = readers or RunReaders.create(path)
+    run.index = readers.training.read()
+    if evaluation_folder(path).is_dir():  # most runs have none
+        run.evaluations = readers.evaluation.read()
+        run.notes += run.evaluations.notes
     if len(run.index) and not tokenizer_folders(path):
         run.notes.append(f"{path}: there is no tokenizer at its model.path, nor an export; tokens are shown as numbers")
     run.notes += run.index.notes
@@ -100,37 +128,47 @@ def write_page(runs: Sequence[RunData], file: Path, max_rollouts: int = DEFAULT_
     """
     folder = file.with_name(f"{file.stem}_files")
     folder.mkdir(exist_ok=True)
-    for old_file in (*folder.glob("tokens-*.js"), *folder.glob("index-*.js")):  # of the page that is overwritten
-        old_file.unlink()
+    for kind in FILE_KINDS:  # of the page that is overwritten
+        for old_file in folder.glob(f"{kind}-*.js"):
+            old_file.unlink()
     blocks: dict[str, Any] = {"overview": build_overview(runs, find_divergences(runs))}
-    beside_bytes, num_rollouts = 0, 0
+    totals = {"beside": 0, "rollouts": 0}
+
+    def write_beside(name: str, value: Any) -> None:
+        totals["beside"] += _write(folder / f"{name}.js", render_block(name, value))
+
     for run_index, run in enumerate(runs):
-        chosen = select_rollouts(run.index, max_rollouts // len(runs))
         decoder, notes = TokenDecoder(load_decoder(run.path)), Notes()
-        files_by_step: dict[str, list[list[int]]] = {}
-        for step, numbers in chosen.items():
-            parts = split_into_files(read_details(run.path, step, numbers, decoder, notes))
-            for file_index, part in enumerate(parts):
-                name = f"tokens-{run_index}-{step}-{file_index}"
-                beside_bytes += _write(folder / f"{name}.js", render_block(name, part))
-                files_by_step.setdefault(str(step), []).append([detail["number"] for detail in part])
-                num_rollouts += len(part)
+        budget = max_rollouts // len(runs)
+        num_evaluated = min(len(run.evaluations), int(budget * EVALUATION_SHARE))
+        for prefix, run_dir, index, num_details in (
+            ("", run.path, run.index, budget - num_evaluated),
+            (EVALUATION_PREFIX, evaluation_folder(run.path), run.evaluations, num_evaluated),
+        ):
+            files_by_step: dict[str, list[list[int]]] = {}
+            for step, numbers in select_rollouts(index, num_details).items():
+                parts = split_into_files(read_details(run_dir, step, numbers, decoder, notes))
+                for file_index, part in enumerate(parts):
+                    write_beside(f"{prefix}tokens-{run_index}-{step}-{file_index}", part)
+                    files_by_step.setdefault(str(step), []).append([detail["number"] for detail in part])
+                    totals["rollouts"] += len(part)
+            blocks[f"{prefix}files-{run_index}"] = files_by_step
+            name, content = f"{prefix}index-{run_index}", index.to_dict()
+            if sum(len(column["data"]) for column in content["columns"].values()) <= MAX_INLINE_BYTES // len(runs):
+                blocks[name] = content
+            else:
+                write_beside(name, content)
         blocks["overview"]["runs"][run_index]["notes"] += [note for note in notes if note not in run.notes]
-        blocks[f"files-{run_index}"] = files_by_step
         blocks[f"texts-{run_index}"] = read_texts(run.path)
-        name, content = f"index-{run_index}", run.index.to_dict()
-        if sum(len(column["data"]) for column in content["columns"].values()) <= MAX_INLINE_BYTES // len(runs):
-            blocks[name] = content
+        name, texts = f"prompts-{run_index}", PromptTexts(run.path).read(run.index)
+        if sum(map(len, texts)) <= MAX_INLINE_PROMPTS // len(runs):
+            blocks[name] = texts
         else:
-            beside_bytes += _write(folder / f"{name}.js", render_block(name, content))
+            write_beside(name, texts)
     if not any(folder.iterdir()):
         folder.rmdir()
     title = "MegaRL: " + ", ".join(run.name for run in runs)
-    return {
-        "page": _write(file, render_page(blocks, f"{quote(folder.name)}/", title)),
-        "beside": beside_bytes,
-        "rollouts": num_rollouts,
-    }
+    return {"page": _write(file, render_page(blocks, f"{quote(folder.name)}/", title)), **totals}
 
 
 def select_rollouts(index: Index, max_rollouts: int) -> dict[int, set[int] | None]:

@@ -23,12 +23,14 @@ Condition = Callable[[Mapping[str, Value]], bool]
 
 COLUMNS = (
     *("step", "number", "group", "prompt", "source", "status", "reward", "advantage", "logprob"),
-    *("length", "actions", "turns", "tool_calls", "tool_errors", "staleness"),
+    *("length", "actions", "turns", "tool_calls", "tool_errors", "staleness", "mode"),
 )
 """Columns of the rollout index. number: in its step, from 0. group: index of the prompt in its step. prompt, source: id
 and data source of the prompt. advantage, logprob: means over the policy's tokens. length: tokens; actions: those of the
-policy. turns: of the policy. staleness: versions by which its oldest token is behind the newest of its step."""
-TEXT_COLUMNS = ("prompt", "source", "status")
+policy. turns: of the policy. staleness: versions by which its oldest token is behind the newest of its step. mode: how
+it was generated, see `MODES`."""
+TEXT_COLUMNS = ("prompt", "source", "status", "mode")
+MODES = ("sampled", "greedy")
 MAX_CHARS, MAX_DEPTH = 1000, 40
 
 _TOKEN = re.compile(

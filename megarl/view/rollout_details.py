@@ -5,12 +5,13 @@ Token ids are decoded with the run's tokenizer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from megarl.observe.rollout_log import EVALUATION_FOLDER
 from megarl.observe.rollout_table import iter_table_rows
 from megarl.parallel.policy_configs import POLICIES_FOLDER
 from megarl.utils import exact_json
@@ -32,8 +33,10 @@ def load_decoder_or_default(run_dir: Path) -> Decode:
 
 def tokenizer_folders(run_dir: Path) -> list[Path]:
     """Return folders with a tokenizer for the run: `model.path`, also relative to where the run was started, and the
-    export. For the folder of a policy in a run of several, those of its model."""
+    export. For the folder of a policy in a run of several, those of its model; for that of evaluations, those of their
+    run."""
     folders = []
+    run_dir = run_dir.parent if run_dir.name == EVALUATION_FOLDER else run_dir
     policy = run_dir.name if run_dir.parent.name == POLICIES_FOLDER else ""
     run_dir = run_dir.parent.parent if policy else run_dir
     try:
@@ -104,7 +107,7 @@ _SCALAR_COLUMNS = (
     *("number", "group", "episode", "status", "failure", "reward", "advantage", "logprob", "tool_calls", "tool_errors"),
     *("seed", "id", "data_source", "branch", "forks", "drift", "greedy"),
 )
-_JSON_COLUMNS = ("reward_parts", "unscored", "ground_truth", "turn_versions", "messages")
+_JSON_COLUMNS = ("reward_parts", "unscored", "ground_truth", "turn_versions", "messages", "prompt_messages")
 _TURN_COLUMNS = ("turn_lengths", "turn_is_action", "turn_weight_version", "turn_rewards", "turn_cached_tokens")
 _TOKEN_COLUMNS = {"logprobs": 7, "advantages": 5, "trainer_logprobs": 7, "unreplayed_logprobs": 7}
 """Columns of one float per token, with the decimal places that are shown: differences of two log-probs are 1e-6 in a
@@ -113,9 +116,10 @@ COLUMNS = (*_SCALAR_COLUMNS, *_JSON_COLUMNS, *_TURN_COLUMNS, "token_ids", *_TOKE
 
 
 Detail = dict[str, Any]
-"""A rollout as the page shows it: scalars; `turns` as {num_tokens, is_action, weight_version, version_spans, reward,
-cached_tokens}; and per token `token_ids`, `token_texts`, `logprobs`, `advantages`, `trainer_logprobs`,
-`unreplayed_logprobs`, each of the last four None if not recorded."""
+"""A rollout as the page shows it: scalars; `messages`, of which the first `num_prompt_messages` are the prompt's;
+`turns` as {num_tokens, is_action, weight_version, version_spans, reward, cached_tokens}; and per token `token_ids`,
+`token_texts`, `logprobs`, `advantages`, `trainer_logprobs`, `unreplayed_logprobs`, each of the last four None if not
+recorded."""
 
 
 def read_details(
@@ -146,7 +150,8 @@ def _build_detail(row: dict[str, Any], step: int, decoder: TokenDecoder) -> Deta
     detail["reward_parts"] = {str(name): finite_or_none(value) for name, value in (trees["reward_parts"] or {}).items()}
     detail["unscored"] = {str(part): str(reason) for part, reason in (trees["unscored"] or {}).items()}
     detail["ground_truth"] = row["ground_truth"]
-    detail["messages"] = [_message(message) for message in trees["messages"] or ()]
+    detail["messages"] = [format_message(message) for message in trees["messages"] or ()]
+    detail["num_prompt_messages"] = count_shared(trees["messages"] or (), trees["prompt_messages"] or ())
     num_turns, num_tokens = len(row["turn_lengths"]), int(row["turn_lengths"].sum())
     turn_columns = [[None] * num_turns if row[name] is None else row[name].tolist() for name in _TURN_COLUMNS]
     if any(len(column) != num_turns for column in turn_columns):
@@ -175,7 +180,17 @@ def _build_detail(row: dict[str, Any], step: int, decoder: TokenDecoder) -> Deta
     return detail
 
 
-def _message(message: Any) -> dict[str, str]:
+def count_shared(messages: Sequence[Any], prompt: Sequence[Any]) -> int:
+    """Return the number of leading messages of a conversation that are its prompt's."""
+    count = 0
+    for message, other in zip(messages, prompt, strict=False):
+        if message != other:
+            break
+        count += 1
+    return count
+
+
+def format_message(message: Any) -> dict[str, str]:
     """Return role and text, with a line `name(arguments)` per tool call."""
     if not isinstance(message, dict):
         return {"role": "?", "text": str(message)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,22 +15,23 @@ from megarl.types import STATUSES
 from megarl.utils import exact_json
 from megarl.utils.text import one_line
 from megarl.view.column_codec import pack
+from megarl.view.query import MODES, TEXT_COLUMNS, Value
 from megarl.view.rollout_files import READ_ERRORS, Notes, flatten_lists, iter_groups, list_steps, open_parts
 
 _READ_COLUMNS = (
     *("number", "group", "status", "reward", "unscored", "advantage", "logprob", "tool_calls", "tool_errors"),
-    *("turn_lengths", "turn_is_action", "turn_weight_version", "turn_versions", "id", "data_source"),
+    *("turn_lengths", "turn_is_action", "turn_weight_version", "turn_versions", "id", "data_source", "greedy"),
 )
 _INT_COLUMNS = (
     *("step", "number", "group", "length", "actions", "turns", "tool_calls", "tool_errors", "staleness"),
-    *("status", "prompt", "source"),
+    *("status", "prompt", "source", "mode"),
 )
 _FLOAT_COLUMNS = ("reward", "advantage", "logprob")
 
 
 @dataclass
 class Index:
-    """The columns `query.COLUMNS` of n rollouts, [n] each; status, prompt and source are indices into `texts`."""
+    """The columns `query.COLUMNS` of n rollouts, [n] each; those of `query.TEXT_COLUMNS` are indices into `texts`."""
 
     columns: dict[str, np.ndarray]
     texts: dict[str, list[str]]
@@ -38,6 +40,15 @@ class Index:
     def __len__(self) -> int:
         return len(self.columns["step"])
 
+    def iter_rows(self, rows: Sequence[int]) -> Iterator[dict[str, Value]]:
+        """Yield the values of these rows by column, as a `query.Condition` takes them."""
+        selected = np.fromiter(rows, np.int64, len(rows))
+        columns = {name: column[selected].tolist() for name, column in self.columns.items()}
+        for name, texts in self.texts.items():
+            columns[name] = [texts[text_id] for text_id in columns[name]]
+        for values in zip(*columns.values(), strict=True):
+            yield dict(zip(columns, values, strict=True))
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for the page, with packed columns."""
         return {
@@ -45,6 +56,19 @@ class Index:
             "columns": {name: pack(column) for name, column in self.columns.items()},
             "texts": self.texts,
         }
+
+
+def join_columns(parts: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Concatenate the columns of an index, which exist without any part, too."""
+    dtypes = dict.fromkeys(_INT_COLUMNS, np.int64) | dict.fromkeys(_FLOAT_COLUMNS, np.float64)
+    return {
+        name: np.concatenate([np.zeros(0, dtype), *(columns[name] for columns in parts)])
+        for name, dtype in dtypes.items()
+    }
+
+
+def empty_index() -> Index:
+    return Index(join_columns([]), {name: [] for name in TEXT_COLUMNS})
 
 
 class IndexReader:
@@ -71,14 +95,9 @@ class IndexReader:
                 notes.add(note)
             if columns:
                 indexed.append(columns)
-        dtypes = dict.fromkeys(_INT_COLUMNS, np.int64) | dict.fromkeys(_FLOAT_COLUMNS, np.float64)
-        joined = {
-            name: np.concatenate([np.zeros(0, dtype), *(columns[name] for columns in indexed)])
-            for name, dtype in dtypes.items()
-        }
-        texts: dict[str, list[str]] = {"status": list(STATUSES)}
+        texts: dict[str, list[str]] = {"status": list(STATUSES), "mode": list(MODES)}
         texts |= {name: list(ids) for name, ids in self._text_ids.items()}
-        return Index(joined, texts, notes)
+        return Index(join_columns(indexed), texts, notes)
 
 
 def _files(run_dir: Path, step: int) -> object:
@@ -142,6 +161,8 @@ def _index_group(table: pa.Table, text_ids: dict[str, dict[str, int]]) -> dict[s
         result["reward"] = np.where(is_scored, result["reward"], np.nan)
     status_ids = {name: i for i, name in enumerate(STATUSES)}
     result["status"] = np.array([status_ids[text] for text in table.column("status").to_pylist()], np.int64)
+    is_greedy = table.column("greedy").to_pylist() if "greedy" in table.column_names else [None] * size
+    result["mode"] = np.array([bool(greedy) for greedy in is_greedy], np.int64)
     for name, column in (("prompt", "id"), ("source", "data_source")):
         texts = table.column(column).to_pylist() if column in table.column_names else ["?"] * size
         ids = text_ids[name]

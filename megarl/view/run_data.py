@@ -6,9 +6,11 @@ problem becomes a note in `notes`.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
@@ -21,11 +23,12 @@ import yaml
 from megarl.config import Config, ConfigError, load_config, to_dict
 from megarl.config.strict import list_keys
 from megarl.observe.health_bands import BANDS, Band, load_bands
+from megarl.observe.live_status import HEARTBEAT_S, LIVE_FOLDER
 from megarl.observe.tracker import collect_metrics, iter_lines
 from megarl.utils import exact_json
 from megarl.utils.text import one_line
 from megarl.view.column_codec import pack
-from megarl.view.rollout_index import Index
+from megarl.view.rollout_index import Index, empty_index
 
 _ALARM = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)  ALARM: (.*)")
 _STEP = re.compile(r"\bstep (\d{1,12})\b")
@@ -33,6 +36,8 @@ MAX_ALARMS = 1000
 _SECTIONS = {key.rpartition(".")[0] for key, _ in list_keys(Config())}
 MAX_VALUE_CHARS = 2000
 """Characters of a key's value."""
+MAX_STATUSES = 256
+STATUS_NAMES = ("rank", "step", "phase", "category", "running", "waiting", "conversations", "cache_usage")
 MAX_FILES, MAX_FILE_BYTES = 100, 100_000
 """Files of `read_texts`, and how much of the end of each is read."""
 
@@ -48,8 +53,10 @@ class RunData:
         times: when each step's metrics were logged, in seconds since the Unix epoch.
         has_band_alarms: whether the run's guards watch `bands`.
         alarms: (step, time, text).
-        index: the rollouts; empty until `page.load` has read it.
+        index: the rollouts of training; empty until `page.load` has read it.
+        evaluations: those of evaluations, likewise.
         spans: the timeline, likewise; None if there is none.
+        statuses: what ranks are doing now, see `LiveStatus.read`; empty for a run that has ended.
     """
 
     path: Path
@@ -64,8 +71,10 @@ class RunData:
     has_band_alarms: bool = False
     alarms: list[tuple[int, str, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    index: Index = field(default_factory=lambda: Index({"step": np.zeros(0, np.int64)}, {}))
+    index: Index = field(default_factory=empty_index)
+    evaluations: Index = field(default_factory=empty_index)
     spans: Mapping[str, Any] | None = None
+    statuses: list[dict[str, Any]] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for the page, with packed `metrics`, NaN where a step lacks one."""
@@ -98,7 +107,9 @@ class RunData:
             "alarms": [list(alarm) for alarm in self.alarms],
             "notes": list(self.notes),
             "timeline": self.spans,
+            "statuses": self.statuses,
             "num_rollouts": len(self.index),
+            "num_evaluated": len(self.evaluations),
         }
 
 
@@ -111,6 +122,7 @@ def read_run(path: Path) -> RunData:
     _read_config(run)
     _read_metrics(run)
     _read_alarms(run)
+    run.statuses = read_statuses(path)
     return run
 
 
@@ -130,6 +142,23 @@ def _is_running(path: Path) -> bool:
         return (path / ".lock").is_file()  # another user's process
     except OSError:
         return False
+
+
+def read_statuses(path: Path, now: float | None = None) -> list[dict[str, Any]]:
+    """Return what the first `MAX_STATUSES` ranks of a run are doing, with `seconds`, for how long. Ranks without a sign
+    of life for three heartbeats are left out."""
+    now = time.time() if now is None else now
+    statuses = []
+    for file in sorted(path.glob(f"{LIVE_FOLDER}/rank_*.json"))[:MAX_STATUSES]:
+        try:
+            status = json.loads(file.read_text(encoding="utf-8"))
+            if now - status["time"] < 3 * HEARTBEAT_S:
+                names = [name for name in STATUS_NAMES if name in status]
+                seconds = max(0.0, round(now - status["since"], 1))
+                statuses.append({name: status[name] for name in names} | {"seconds": seconds})
+        except (OSError, ValueError, LookupError, TypeError):  # removed meanwhile, or damaged
+            continue
+    return statuses
 
 
 def _read_config(run: RunData) -> None:

@@ -1,13 +1,14 @@
 """View runs in a browser: one page that needs neither server nor network.
 
     megarl view RUN [RUN ...] [-o page.html] [--details N]
-    megarl view RUN [RUN ...] --serve [PORT]
+    megarl view RUN [RUN ...] --follow [PORT]
 
 Writes page.html (by default view.html in the run folder; for several runs view_B_C.html in the first): curves with
 their bands and alarms, where the time went, a table of all rollouts that sorts and filters, single rollouts with
 colored tokens, prompts, and where two runs diverge. The tokens of at most N rollouts (20,000) are stored beside it, in
 page_files/: all of a small run; for a large one those of the first and last steps, and the best and worst of others.
-`--serve` shows any rollout, and updates metrics as the run continues; its address is for this machine only.
+`--follow` shows a running job live: phases of each rank, queues of the engines, curves, alarms with their remedies, the
+newest rollouts, and any other rollout. It prints an address for this machine only.
 
 Missing files, and files of another version, are reported on the page and on the terminal, and the rest is shown.
 """
@@ -87,7 +88,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("-o", "--out", type=Path, metavar="FILE", help="the page (default RUN/view.html)")
     mode.add_argument(
-        "--serve", type=int_in_range(0, 65535), nargs="?", const=0, metavar="PORT", help="serve it on loopback"
+        "--follow", type=int_in_range(0, 65535), nargs="?", const=0, metavar="PORT", help="a live page, on loopback"
     )
     parser.add_argument(
         "--details", type=int_in_range(0), default=20_000, metavar="N", help="rollouts with their tokens (%(default)s)"
@@ -101,8 +102,8 @@ def show(options: argparse.Namespace) -> int:
     for path in options.runs:
         if not path.is_dir():
             raise ConfigError(f"no run folder {path}; name one, such as runs/quickstart/run-1")
-    if options.serve is not None:
-        return serve(options)
+    if options.follow is not None:
+        return follow(options)
     if options.out is None and not is_run(options.runs[0]):
         raise ConfigError(
             f"{options.runs[0]} is not a run folder (it has neither config.yaml nor metrics.jsonl), so nothing is "
@@ -126,10 +127,10 @@ def show(options: argparse.Namespace) -> int:
     return 0
 
 
-def serve(options: argparse.Namespace) -> int:
+def follow(options: argparse.Namespace) -> int:
     from megarl.view.page_server import Server
 
-    with Server(options.runs, options.serve, load_spans) as server:
+    with Server(options.runs, options.follow, load_spans) as server:
         print(f"{server.address}\nends with ctrl-c", flush=True)
         try:
             server.serve_forever()

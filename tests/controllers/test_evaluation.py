@@ -54,6 +54,16 @@ def test_async_evaluation_matches_synchronous() -> None:
     assert result == synchronous and result["eval/pass_at_2"] == 0.5 and result["eval/reward_greedy"] == 0.5
 
 
+def test_evaluation_is_recorded_with_the_step_at_which_it_began() -> None:
+    flow = AsyncFlow(CONFIG, [[[1.0, 0.0], [0.0, 0.0]]], [[[1.0], [0.0]]])
+    flow.step = 3
+    pending = make_controller(CONFIG).begin_evaluation(flow, PROMPTS)
+    assert pending is not None
+    flow.step = 5
+    pending.result()
+    assert flow.evaluations == [(3, [True, False], "")]
+
+
 def test_too_many_aborted_rollouts_fail_the_evaluation() -> None:
     config = replace(CONFIG, rollout=replace(CONFIG.rollout, max_aborted_frac=0.1))
     flow = AsyncFlow(config, [[[1.0, None], [0.0, 0.0]]], [[[1.0], [0.0]]])

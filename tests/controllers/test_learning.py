@@ -77,6 +77,13 @@ class TableFlow:
         self.phase = lambda name: nullcontext()
         self.groups = 0
         self.weights = {"second": 2.0}
+        self.step, self.policy_name = 0, ""
+        self.log: Any = self
+        self.evaluations: list[tuple[int, list[bool], str]] = []
+        """Step, whether each generation was greedy, and policy of each recorded evaluation."""
+
+    def record_evaluation(self, step: int, calls: Any, policy: str = "") -> None:
+        self.evaluations.append((step, [call.is_greedy for call in calls], policy))
 
     def next_items(self, count: int) -> list[Prompt]:
         self.calls.append("next_items")

@@ -11,7 +11,14 @@ from thread_ranks import ThreadRank, as_ranks
 
 from megarl.config import Config, ConfigError, from_dict
 from megarl.observe.clock import Span, timeline_file
-from megarl.observe.rollout_log import part_file, read_rollouts, recorded_steps, write_part
+from megarl.observe.rollout_log import (
+    evaluation_folder,
+    part_file,
+    read_records,
+    read_rollouts,
+    recorded_steps,
+    write_part,
+)
 from megarl.observe.rollout_table import StepGeneration
 from megarl.observe.run_log import RunLog
 from megarl.observe.step_record import GenerateCall, StepRecord, make_step_record
@@ -68,6 +75,54 @@ def test_failed_step_records_its_rollouts(tmp_path: Path) -> None:
     assert recorded_steps(tmp_path) == [1, 3, 4] and recorded_steps(tmp_path / "policies" / "b") == [3, 4]
     assert len(read_rollouts(tmp_path, 4)) == 2 and len(read_rollouts(tmp_path / "policies" / "b", 4)) == 1
     assert read_rollouts(tmp_path, 1) == [ROLLOUT] and read_rollouts(tmp_path, 3) == [ROLLOUT] * 2
+
+
+def test_evaluations_are_recorded_beside_training(tmp_path: Path) -> None:
+    settings = config(tmp_path)
+    settings = dataclasses.replace(
+        settings,
+        data=dataclasses.replace(settings.data, eval=("data/held_out.jsonl",)),
+        run=dataclasses.replace(settings.run, eval_every=2),
+    )
+    calls = [GenerateCall(Rollouts.gather([ROLLOUT]), is_greedy) for is_greedy in (True, False)]
+    log = RunLog(settings, job(0), {"": "words", "b": "other words"})
+    log.record_evaluation(0, calls)
+    log.record_evaluation(2, calls, "b")
+    log.end_step(1, {}, calls[0].rollouts)
+    log.close()
+    records = read_records(evaluation_folder(tmp_path), 0)
+    assert [record.is_greedy for record in records] == [True, False] and recorded_steps(tmp_path) == [1]
+    assert [record.rollout.prompt.data_source for record in records] == ["held_out"] * 2, "the set's name"
+    assert recorded_steps(evaluation_folder(tmp_path / "policies" / "b")) == [2]
+    off = dataclasses.replace(
+        settings,
+        run=dataclasses.replace(settings.run, dir=str(tmp_path / "off")),
+        track=dataclasses.replace(settings.track, save_rollouts=False),
+    )
+    log = RunLog(off, job(0))
+    log.record_evaluation(0, calls)
+    log.close()
+    assert not evaluation_folder(tmp_path / "off").exists()
+
+
+@pytest.mark.parametrize(("every", "remaining"), [(2, [0]), (3, [0, 2])])
+def test_resume_removes_evaluations_that_are_repeated(tmp_path: Path, every: int, remaining: list[int]) -> None:
+    settings = config(tmp_path, resume="auto")
+    settings = dataclasses.replace(
+        settings,
+        data=dataclasses.replace(settings.data, eval=("held_out.jsonl",)),
+        run=dataclasses.replace(settings.run, eval_every=every, num_rollout=9),
+    )
+    calls = [GenerateCall(Rollouts.gather([ROLLOUT]), is_greedy=True)]
+    log = RunLog(settings, job(0))
+    for step in (0, 2, 4):
+        log.record_evaluation(step, calls)
+    log.end_step(1, {}, calls[0].rollouts)
+    log.close()
+    log = RunLog(settings, job(0))
+    log.begin(2)
+    log.close()
+    assert recorded_steps(evaluation_folder(tmp_path)) == remaining
 
 
 def test_run_of_two_steps_writes_metrics_rollouts_and_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from megarl.config import Config
 from megarl.observe.clock import Span, Timeline
-from megarl.observe.rollout_log import part_file, write_part
+from megarl.observe.rollout_log import evaluation_folder, part_file, write_part
+from megarl.observe.rollout_table import StepGeneration
 from megarl.observe.run_folder import claim_and_begin
 from megarl.observe.tracker import Tracker
 from megarl.types import Prompt, Rollout, Turn
@@ -37,6 +38,14 @@ def write_step(folder: Path, step: int, rollouts: list[Rollout], rank: int = 0, 
     numbers = range(rank, len(rollouts), ranks)
     advantages = [np.full(rollouts[number].num_tokens, 0.5, np.float32) for number in numbers]
     write_part(part_file(folder, step, rank), step, len(rollouts), numbers, [rollouts[i] for i in numbers], advantages)
+
+
+def write_evaluation(folder: Path, step: int, rewards: tuple[float, float]) -> None:
+    """Write the evaluation of a run after a step: a greedy and a sampled rollout, and their rewards."""
+    rollouts = [make_rollout(step, number, reward, name="held") for number, reward in enumerate(rewards)]
+    file = part_file(evaluation_folder(folder), step, 0)
+    generation = StepGeneration((True, False), step)
+    write_part(file, step, 2, [0, 1], rollouts, calls=[0, 1], generation=generation)
 
 
 def write_run(folder: Path, steps: int = 3, last_response: tuple[int, ...] = (3, 4, 5), name: str = "p") -> Path:

@@ -54,7 +54,7 @@ def test_page_allows_only_its_own_scripts(page: Path) -> None:
     policy = rules[1].replace("&#x27;", "'")
     assert policy.startswith("default-src 'none'; script-src 'sha256-") and "unsafe" not in policy
     scripts = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
-    assert len(scripts) == 14
+    assert len(scripts) == 16
     for script in scripts:
         assert base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() in policy
     assert example_run.EVIL not in text and "<img" not in text and text.count("<script") == text.count("</script>")

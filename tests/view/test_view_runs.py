@@ -86,8 +86,8 @@ def test_empty_folder_gives_a_page_with_notes(tmp_path: Path, capsys: pytest.Cap
         (["RUN", "-o", "RUN/no/a.html"], "create it first"),
         (["RUN", "-o", "RUN"], "is a folder"),
         (["RUN", "-o", "/dev/null"], "not a regular file"),
-        (["RUN", "-o", "a.html", "--serve"], "not allowed with"),
-        (["RUN", "--serve", "70000"], "from 0 to 65535"),
+        (["RUN", "-o", "a.html", "--follow"], "not allowed with"),
+        (["RUN", "--follow", "70000"], "from 0 to 65535"),
         (["RUN", "--details", "-1"], "--details"),
     ],
 )

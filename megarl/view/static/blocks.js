@@ -60,7 +60,7 @@ megarl.loadBlock = (name) => {
 // Drops the tables of rollouts, so that they are loaded again.
 megarl.dropTables = () => {
   for (const name of [...megarl.blocks.keys()]) {
-    if (name.startsWith("index-")) megarl.blocks.delete(name);
+    if (/^(eval-)?index-|^prompts-/.test(name)) megarl.blocks.delete(name);
   }
 };
 
@@ -86,28 +86,29 @@ megarl.dropTables = () => {
   }
 
   // Returns the rollouts of a run as {size, texts, columns: {name: numbers}}. A text column has indices into its texts.
-  megarl.loadTable = async (runIndex) => {
-    const block = await megarl.loadBlock("index-" + runIndex);
+  // prefix: "eval-" for those of evaluations, "" for those of training, here and below.
+  megarl.loadTable = async (runIndex, prefix = "") => {
+    const block = await megarl.loadBlock(`${prefix}index-${runIndex}`);
     block.table ??= unpackTable(block);
     return block.table;
   };
 }
 
 // Returns one rollout with its tokens.
-megarl.loadRollout = async (runIndex, step, number) => {
+megarl.loadRollout = async (runIndex, step, number, prefix = "") => {
   let rollouts;
   if (megarl.overview.is_live) {
-    rollouts = await megarl.loadBlock(`tokens-${runIndex}-${step}-${number}`);
+    rollouts = await megarl.loadBlock(`${prefix}tokens-${runIndex}-${step}-${number}`);
     if (rollouts.error) throw new Error(rollouts.error);
   } else {
-    const files = (await megarl.loadBlock("files-" + runIndex))[step] || [];
+    const files = (await megarl.loadBlock(`${prefix}files-${runIndex}`))[step] || [];
     const fileIndex = files.findIndex((numbers) => numbers.includes(number));
     if (fileIndex < 0) {
       throw new Error(
-        "This page has no tokens of this rollout. Write it with a higher --details, or use megarl view --serve.",
+        "This page has no tokens of this rollout. Write it with a higher --details, or use megarl view --follow.",
       );
     }
-    rollouts = await megarl.loadBlock(`tokens-${runIndex}-${step}-${fileIndex}`);
+    rollouts = await megarl.loadBlock(`${prefix}tokens-${runIndex}-${step}-${fileIndex}`);
   }
   return rollouts.find((rollout) => rollout.number === number);
 };

@@ -6,11 +6,12 @@
 
   // Returns the relative width of a column.
   function getWeight({ name, isText }) {
+    if (name === "text") return 400;
     if (name === "prompt") return 100;
     return isText || name === "step" || name.length > 5 ? 60 : 48;
   }
 
-  // columns: [{name, isText}]. getText(row, name): text of a cell. onSelect(row): called when the user selects a row.
+  // columns: [{name, isText}]. getText(row, name): text of a cell, or an element with it. onSelect(row): called when the user selects a row.
   // height: in pixels, without the header.
   megarl.createGrid = ({ columns, getText, onSelect, height }) => {
     const state = { order: null, count: 0, selected: -1, frame: 0 };
@@ -27,8 +28,9 @@
 
     function createRow(row) {
       const cells = columns.map(({ name, isText }) => {
-        const text = getText(row, name);
-        return el("span", { class: isText ? "text" : "", title: isText ? text : "" }, text);
+        const content = getText(row, name);
+        const title = isText ? (content.textContent ?? content) : "";
+        return el("span", { class: isText ? "text" : "", title }, content);
       });
       const element = el("div", { class: row === state.selected ? "row selected" : "row" }, ...cells);
       element.style.gridTemplateColumns = template;
@@ -57,11 +59,12 @@
       draw();
     }
 
-    // Shows `count` rows. order: their indices, or null for all in their own order.
-    function show(order, count) {
+    // Shows `count` rows. order: their indices, or null for all in their own order. isMore: whether to stay at the
+    // place, because rows have been added.
+    function show(order, count, isMore = false) {
       state.order = order;
       state.count = count;
-      scroller.scrollTop = 0;
+      if (!isMore) scroller.scrollTop = 0;
       draw();
     }
 

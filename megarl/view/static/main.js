@@ -1,8 +1,8 @@
 "use strict";
 // Tabs, run selection, light and dark theme, and polling of a live run.
 {
-  const POLL_MS = 10000;
-  const VIEWS = ["Curves", "Time", "Rollouts", "Prompts", "Compare", "Configuration", "Files"];
+  const POLL_MS = 5000;
+  const VIEWS = ["Live", "Curves", "Time", "Rollouts", "Held-out", "Prompts", "Compare", "Configuration", "Files"];
   const MAX_OPEN_NOTES = 3; // more notes are folded
   const THEME_KEY = "megarl-theme";
   const state = { view: "", roots: {}, resizeTimer: 0 };
@@ -76,13 +76,19 @@
     const before = megarl.overview.runs;
     megarl.overview = await megarl.requestBlock("overview");
     const { runs } = megarl.overview;
-    const hasNewRollouts = runs.some((run, i) => run.num_rollouts !== before[i].num_rollouts);
-    const hasNewSteps = runs.some((run, i) => run.steps.length !== before[i].steps.length);
-    if (hasNewRollouts) megarl.dropTables();
+    const hasChanged = (getCount) => runs.some((run, i) => getCount(run) !== getCount(before[i]));
+    const hasNewRollouts = hasChanged((run) => run.num_rollouts);
+    const hasNewEvaluations = hasChanged((run) => run.num_evaluated);
+    const hasNewSteps = hasChanged((run) => run.steps.length);
+    const hasNewAlarms = hasChanged((run) => run.alarms.length);
+    if (hasNewRollouts || hasNewEvaluations) megarl.dropTables();
     drawHeader();
     const isChart = state.view === "Curves" || state.view === "Time";
-    if (isChart && (hasNewRollouts || hasNewSteps)) await megarl.showView(state.view);
-    if (state.view === "Rollouts" && hasNewRollouts) await megarl.showView(state.view, { isStale: true });
+    if (state.view === "Live" || (isChart && (hasNewRollouts || hasNewSteps || hasNewAlarms))) {
+      await megarl.showView(state.view);
+    }
+    const hasNewRows = { Rollouts: hasNewRollouts, "Held-out": hasNewEvaluations }[state.view];
+    if (hasNewRows) await megarl.showView(state.view, { isStale: true });
   }
 
   async function poll() {
@@ -106,9 +112,18 @@
     };
   }
 
+  // Whether there is anything to see. A live run may evaluate later.
+  function hasView(name) {
+    const { runs, is_live: isLive } = megarl.overview;
+    if (name === "Live") return isLive;
+    if (name === "Compare") return runs.length > 1;
+    if (name === "Held-out") return isLive || runs.some((run) => run.num_evaluated);
+    return true;
+  }
+
   function createTabs() {
     for (const name of VIEWS) {
-      if (name === "Compare" && megarl.overview.runs.length < 2) continue;
+      if (!hasView(name)) continue;
       state.roots[name] = el("div", { hidden: true });
       getElement("views").append(state.roots[name]);
       getElement("tabs").append(el("button", { onclick: () => megarl.showView(name) }, name));
@@ -143,7 +158,7 @@
     drawHeader();
     const [view, condition] = location.hash.slice(1).split("?");
     if (condition) megarl.filterRollouts(decodeURIComponent(condition));
-    await megarl.showView(state.roots[view] ? view : VIEWS[0]);
+    await megarl.showView(state.roots[view] ? view : Object.keys(state.roots)[0]);
     redrawOnResize();
     requestAnimationFrame(() => setTimeout(markReady));
     if (megarl.overview.is_live) setTimeout(poll, POLL_MS);

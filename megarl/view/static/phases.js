@@ -147,7 +147,7 @@
     async draw(root) {
       const run = megarl.overview.runs[megarl.runIndex];
       const timeline = run.timeline;
-      const width = Math.max(400, root.clientWidth - 24);
+      const width = Math.max(280, root.clientWidth - 24);
       const stepTitle = el("h3", {}, "Seconds per step, by phase");
       const stepCard = el("section", { class: "card" }, stepTitle, await createStepChart(run, width));
       const timelineCard = el("section", { class: "card" }, el("h3", {}, "Timeline of the last steps"));

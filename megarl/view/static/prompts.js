@@ -1,9 +1,10 @@
 "use strict";
 // Prompts by reward, and the rewards of one prompt by step.
 {
-  const COLUMNS = ["prompt", "samples", "steps", "mean", "first", "last", "change", "spread", "errors"];
+  const COLUMNS = ["text", "prompt", "samples", "steps", "mean", "first", "last", "change", "spread", "errors"];
   const ROLLOUT_COLUMNS = ["step", "number", "reward", "length", "turns", "status"];
-  const state = { sortColumn: "mean", isDescending: false };
+  const TEXT_COLUMNS = ["text", "prompt"];
+  const state = { sortColumn: "mean", isDescending: false, words: "", timer: 0 };
 
   const mean = (values) => values.reduce((total, value) => total + value, 0) / values.length;
 
@@ -27,9 +28,10 @@
     summary.highest = Math.max(summary.highest, reward);
   }
 
-  // Returns {id, prompt, samples, steps, mean, first, last, change, spread, errors} of each prompt with a reward, where
-  // first and last are mean rewards at the first and last step that sampled it.
-  function summarizePrompts(table) {
+  // Returns {id, prompt, text, samples, steps, mean, first, last, change, spread, errors} of each prompt with a reward, where
+  // first and last are mean rewards at the first and last step that sampled it, and text is the beginning of its last user
+  // message. texts: by id, empty where it cannot be read.
+  function summarizePrompts(table, texts) {
     const { prompt, reward, step, tool_errors: toolErrors } = table.columns;
     const summaries = table.texts.prompt.map((name, id) => ({
       ...{ id, prompt: name, samples: 0, steps: 0, errors: 0, sum: 0, lowest: Infinity, highest: -Infinity },
@@ -48,6 +50,7 @@
         return {
           id: summary.id,
           prompt: summary.prompt,
+          text: texts[summary.id] || "",
           samples: summary.samples,
           steps: summary.steps,
           mean: summary.sum / summary.samples,
@@ -103,7 +106,7 @@
   }
 
   // Draws one prompt: its rewards by step, and all its rollouts.
-  function drawPrompt(root, table, { id, prompt }) {
+  function drawPrompt(root, table, { id, prompt, text }) {
     const { columns, texts } = table;
     const rows = findRows(table, id);
     const chart = el("div");
@@ -124,7 +127,7 @@
       megarl.showView("Rollouts");
     };
     const title = el("h3", {}, `prompt ${prompt}`, el("button", { onclick: showInTable }, "show in Rollouts"));
-    root.replaceChildren(title, chart, grid.element, detail);
+    root.replaceChildren(title, createHint(text), chart, grid.element, detail);
     grid.show(Uint32Array.from(rows), rows.length);
     drawRewards(chart, Math.max(240, root.clientWidth - 24), table, rows);
     if (rows.length) open(rows.at(-1));
@@ -147,10 +150,24 @@
     };
     let arrow = "";
     if (state.sortColumn === name) arrow = state.isDescending ? " ↓" : " ↑";
-    return el("span", { class: name === "prompt" ? "text" : "", onclick: sort }, name + arrow);
+    return el("span", { class: TEXT_COLUMNS.includes(name) ? "text" : "", onclick: sort }, name + arrow);
   }
 
-  function createToolbar(numPrompts, redraw) {
+  // Returns the prompts that have all words in their text or id, in any case.
+  function filterPrompts(prompts) {
+    const words = state.words.toLowerCase().split(/\s+/).filter(Boolean);
+    return prompts.filter(({ text, prompt }) => {
+      const whole = `${text} ${prompt}`.toLowerCase();
+      return words.every((word) => whole.includes(word));
+    });
+  }
+
+  function createToolbar(count, redraw) {
+    const search = (event) => {
+      clearTimeout(state.timer);
+      state.words = event.target.value;
+      state.timer = setTimeout(redraw, 200);
+    };
     const createPreset = (label, name, isDescending) => {
       const sort = () => {
         state.sortColumn = name;
@@ -163,12 +180,14 @@
     return el(
       "div",
       { class: "toolbar" },
+      el("input", { type: "search", value: state.words, placeholder: "prompts with these words", oninput: search }),
       createPreset("worst", "mean", false),
       createPreset("best", "mean", true),
       createPreset("most improved", "change", true),
       createPreset("most regressed", "change", false),
       createPreset("least spread", "spread", false),
-      el("span", { class: "muted" }, `${formatCount(numPrompts)} prompts; ${explanation}`),
+      count,
+      el("span", { class: "muted" }, explanation),
     );
   }
 
@@ -176,28 +195,37 @@
     async draw(root) {
       root.replaceChildren(createHint("Loading the rollouts …"));
       const table = await megarl.loadTable(megarl.runIndex);
-      const prompts = summarizePrompts(table);
+      // A page may be without the file of texts; the table then has ids only.
+      const texts = table.size ? await megarl.loadBlock("prompts-" + megarl.runIndex).catch(() => []) : [];
+      const prompts = summarizePrompts(table, texts);
       if (!prompts.length) {
         root.replaceChildren(createHint("No rollouts with a reward are recorded."));
         return;
       }
+      const hasTexts = prompts.some(({ text }) => text);
+      const names = COLUMNS.filter((name) => name !== "text" || hasTexts);
       const detail = el("section", { class: "card sticky" });
+      const count = el("span", { class: "muted matches" });
+      let shown = prompts;
       const grid = megarl.createGrid({
-        columns: COLUMNS.map((name) => ({ name, isText: name === "prompt" })),
-        getText: (i, name) => (name === "prompt" ? prompts[i].prompt : formatNumber(prompts[i][name], 3)),
-        onSelect: (i) => drawPrompt(detail, table, prompts[i]),
+        columns: names.map((name) => ({ name, isText: TEXT_COLUMNS.includes(name) })),
+        getText: (i, name) => (TEXT_COLUMNS.includes(name) ? shown[i][name] : formatNumber(shown[i][name], 3)),
+        onSelect: (i) => drawPrompt(detail, table, shown[i]),
         height: Math.max(240, innerHeight - 190),
       });
       const redraw = () => {
-        sortPrompts(prompts);
-        grid.head.replaceChildren(...COLUMNS.map((name) => createHeader(name, redraw)));
+        shown = filterPrompts(prompts);
+        sortPrompts(shown);
+        count.textContent = `${formatCount(shown.length)} of ${formatCount(prompts.length)} prompts`;
+        grid.head.replaceChildren(...names.map((name) => createHeader(name, redraw)));
         grid.select(-1);
-        grid.show(null, prompts.length);
+        grid.show(null, shown.length);
       };
-      root.replaceChildren(createToolbar(prompts.length, redraw), el("div", { class: "split" }, grid.element, detail));
+      root.replaceChildren(createToolbar(count, redraw), el("div", { class: "split" }, grid.element, detail));
       redraw();
+      if (!shown.length) return;
       grid.select(0);
-      drawPrompt(detail, table, prompts[0]);
+      drawPrompt(detail, table, shown[0]);
     },
   };
 }

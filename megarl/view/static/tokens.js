@@ -311,12 +311,12 @@
   };
 
   // Loads and draws a rollout. Returns it, or null if it cannot be shown or another one was selected meanwhile.
-  megarl.showRollout = async (root, runIndex, step, number) => {
+  megarl.showRollout = async (root, runIndex, step, number, prefix = "") => {
     const request = {};
     root.request = request;
     const isOutdated = () => root.request !== request;
     try {
-      const rollout = await megarl.loadRollout(runIndex, step, number);
+      const rollout = await megarl.loadRollout(runIndex, step, number, prefix);
       if (isOutdated()) return null;
       if (!rollout) throw new Error("this rollout cannot be read; see the notes at the top");
       megarl.drawRollout(root, rollout);
