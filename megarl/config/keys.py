@@ -328,7 +328,7 @@ class TrackConfig:
     opentelemetry: bool = False
     """Send the timeline's spans by OTLP to OTEL_EXPORTER_OTLP_ENDPOINT: each step is a trace of all ranks."""
     save_rollouts: bool = True
-    """Record every rollout in the run folder, as parquet."""
+    """Record every rollout of training and of evaluations in the run folder, as parquet."""
     save_replay_data: bool = True
     """With `track.save_rollouts`: also record each token's expert routing (`train.routing_replay`), keys of sparse
     attention (`train.sparse_index_replay`) and sampling mask (`rollout.top_k`), and the images, if there are any, which

@@ -29,6 +29,7 @@ CONTENTS = (
     ("metrics.jsonl", "metrics, one line per step"),
     ("tensorboard", "the same for TensorBoard"),
     ("rollouts", "every conversation; look with tools/view_rollouts.py"),
+    ("evaluation", "those of evaluations, in the same form"),
     ("checkpoints", "whole states to resume from"),
     ("timeline", "who did what when; look with megarl timeline"),
     ("export", "the trained policy as a Hugging Face folder"),

@@ -218,8 +218,8 @@
         sortPrompts(shown);
         count.textContent = `${formatCount(shown.length)} of ${formatCount(prompts.length)} prompts`;
         grid.head.replaceChildren(...names.map((name) => createHeader(name, redraw)));
-        grid.select(-1);
         grid.show(null, shown.length);
+        grid.select(-1);
       };
       root.replaceChildren(createToolbar(count, redraw), el("div", { class: "split" }, grid.element, detail));
       redraw();
