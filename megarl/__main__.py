@@ -28,7 +28,7 @@ COMMANDS = {
     "train": Command("megarl.train", "train by RL, by SFT or on preferences; --dry-run only checks"),
     "eval": Command("megarl.eval", "evaluate a model folder, a checkpoint or a run on data sets"),
     "chat": Command("megarl.chat", "chat with a policy in the terminal, with its tools"),
-    "view": Command("megarl.view.view_runs", "write or follow a page of a run: curves, phases, rollouts token by token"),
+    "view": Command("megarl.view.view_runs", "write a page of a run or follow it: curves, phases, every token"),
     "timeline": Command("megarl.view.run_timeline", "print which phase each rank of a run was in, and what waited"),
     "report": Command("megarl.observe.run_report", "print a table of runs and plot their rewards"),
     "sweep": Command("megarl.sweep", "run a grid or an Optuna study over keys, and print one table"),
