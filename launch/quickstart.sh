@@ -26,7 +26,7 @@ if [ ! -e "$dir/train.jsonl" ]; then
 fi
 
 if [ ! -e "$dir/sft/export/config.json" ]; then
-    echo "quickstart: warming it up by SFT"
+    echo "quickstart: warming it up by SFT (the first line comes when the ranks have started: 10 to 60 seconds)"
     rm -rf "$dir/sft"
     train configs/quickstart_sft.yaml ${here[@]+"${here[@]}"} "run.dir=$dir/sft" "model.path=$dir/model" "data.train=$dir/sft.jsonl"
 fi
