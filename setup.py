@@ -47,10 +47,15 @@ def listed(file: str, leave_out: set[str]) -> list[str]:
 
 
 def imported() -> list[str]:
-    """Return what MegaRL imports: the rest of the CUDA list, with torch from the version of the CPU list on."""
+    """Return what MegaRL imports: the rest of the CUDA list, with torch from the version of the CPU list on.
+
+    No package is newer than in the CPU list: with --ignore-requires-python pip would take the source of a version that
+    Python 3.11 cannot build.
+    """
+    pins = dict(line.split("==") for line in listed("requirements-cpu.txt", set()) if "==" in line)
+    oldest = pins["torch"].partition("+")[0]
     lines = listed("requirements-cuda.txt", BUILT | DEVELOPMENT | GPU)
-    (oldest,) = (line for line in listed("requirements-cpu.txt", set()) if line.startswith("torch=="))
-    oldest = oldest.removeprefix("torch==").partition("+")[0]
+    lines = [f"{line}<={pins[line]}" if line in pins else line for line in lines]
     return [re.sub(r"^torch==", f"torch>={oldest},<=", line) for line in lines]
 
 
