@@ -4,7 +4,8 @@
 
 Shows the held-out reward before and after training, greedy and sampled, the reward of the first and last steps, where
 the time went and where the files are; plots the reward curves and the seconds per phase to FILE (by default report.png
-in the run folder; for several runs report_B_C.png in the first, after the names of the others).
+in the run folder; for several runs report_B_C.png in the first, after the names of the others). Of a run without
+rewards, such as SFT or DPO, it shows the loss instead, and the accuracy on pairs.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import statistics
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import yaml
 from rich import box
@@ -23,8 +25,11 @@ from rich.table import Table
 from megarl.config import ConfigError
 from megarl.config.command_line import Parser, check_writable_file, default_output_file, run_cli
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 REWARD = "rollout/reward_mean"
-WINDOW = 5  # steps in a smoothed reward; also the maximum number of first and last steps
+WINDOW = 5  # steps in a smoothed curve; also the maximum number of first and last steps
 CONTENTS = (
     ("metrics.jsonl", "metrics, one line per step"),
     ("tensorboard", "the same for TensorBoard"),
@@ -34,8 +39,28 @@ CONTENTS = (
     ("timeline", "who did what when; look with megarl timeline"),
     ("export", "the trained policy as a Hugging Face folder"),
     ("log.txt", "what the run said"),
-    ("logs", "what each engine said"),
+    ("logs", "the processes' own logs: ranks, engines and reward workers"),
 )
+
+
+class Measure(NamedTuple):
+    """What a run's training improves: its metric, name, and the metrics of evaluations in the same unit, by name."""
+
+    metric: str
+    title: str
+    held_out: dict[str, str]
+
+
+MEASURES = (
+    Measure(REWARD, "reward", {"greedy": "eval/reward_greedy", "sampled": "eval/reward_sampled"}),
+    Measure("actor/nll", "NLL of a token", {"NLL": "eval/nll"}),
+    Measure("reward_model/loss", "loss", {"loss": "eval/loss"}),
+    Measure("distill/reverse_kl", "reverse KL", {}),
+    Measure("actor/loss", "loss", {"loss": "eval/loss"}),
+)
+"""A run has the first of those that its metrics have."""
+ACCURACIES = ("reward_model/accuracy", "rewards/accuracy")
+"""Metrics of training on pairs: the share whose chosen answer is preferred."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +78,15 @@ class Run:
     def series(self, name: str) -> tuple[list[int], list[float]]:
         steps = [step for step, values in self.metrics.items() if name in values]
         return steps, [self.metrics[step][name] for step in steps]
+
+    @property
+    def measure(self) -> Measure:
+        """What training improves; the reward for a run with none of `MEASURES` yet."""
+        return next((measure for measure in MEASURES if self.series(measure.metric)[0]), MEASURES[0])
+
+    def accuracy(self) -> tuple[list[int], list[float]]:
+        """Return the steps with an accuracy on training pairs, and its values; empty for other data."""
+        return next((self.series(name) for name in ACCURACIES if self.series(name)[0]), ([], []))
 
     def phases(self) -> dict[str, float]:
         """Return mean seconds per step by phase, longest first; `other` is the time in no phase."""
@@ -117,40 +151,63 @@ def before_after(run: Run, name: str) -> str:
     return f"{values[0]:.3f}" if len(values) == 1 else f"{values[0]:.3f} -> {values[-1]:.3f}"
 
 
+def first_last(values: list[float]) -> str:
+    """Format the means of the first and last steps, which do not overlap, or `-` without values."""
+    if not values:
+        return "-"
+    size = min(WINDOW, len(values) // 2)
+    ends = (values[:size], values[-size:]) if size else (values,)
+    return " -> ".join(f"{statistics.fmean(end):.3f}" for end in ends)
+
+
+def common_title(runs: list[Run]) -> str:
+    """Return the title of the runs' measure, such as `reward`; empty if they have different ones."""
+    titles = {run.measure.title for run in runs}
+    return titles.pop() if len(titles) == 1 else ""
+
+
+def new_table(title: str) -> Table:
+    """Return a table at least as wide as its title, which would be wrapped otherwise."""
+    return Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", min_width=len(title) + 2)
+
+
 def summary(runs: list[Run]) -> Table:
     """Build a table with a column per run, so that the numbers fit a narrow terminal."""
-    table = Table(box=box.SIMPLE_HEAD, title="Mean reward: before -> after", title_justify="left")
+    common = common_title(runs)
+    titles = dict.fromkeys(run.measure.title for run in runs)
+    table = new_table(f"Mean {common}: before -> after" if common else "Before -> after")
     table.add_column("")
     for run in runs:
         table.add_column(run.name, overflow="fold")
     rows: dict[str, list[str]] = {}
     for run in runs:
-        _, rewards = run.series(REWARD)
-        curve = "-"
-        if rewards:
-            size = min(WINDOW, len(rewards) // 2)  # first and last steps do not overlap
-            ends = (rewards[:size], rewards[-size:]) if size else (rewards,)
-            curve = " -> ".join(f"{statistics.fmean(end):.3f}" for end in ends)
         figures = {
             "algorithm": run.algorithm,
             "held-out problems, greedy": before_after(run, "eval/reward_greedy"),
             "held-out problems, sampled": before_after(run, "eval/reward_sampled"),
-            "held-out nll of a token": before_after(run, "eval/nll"),
+            "held-out NLL of a token": before_after(run, "eval/nll"),
+            "held-out pairs, loss": before_after(run, "eval/loss"),
             "held-out pairs, accuracy": before_after(run, "eval/accuracy"),
-            "training, first and last steps": curve,
+            **{
+                "training, first and last steps" if common else f"training {title}, first and last": (
+                    first_last(run.series(run.measure.metric)[1]) if title == run.measure.title else "-"
+                )
+                for title in titles
+            },
+            "training accuracy, first and last": first_last(run.accuracy()[1]),
             "steps": str(len(run.series("time/step")[0])),
             "minutes of training": f"{run.minutes():.1f}",
         }
         for name, figure in figures.items():
             rows.setdefault(name, []).append(figure)
     for name, values in rows.items():
-        if not name.startswith("held-out") or set(values) != {"-"}:
+        if not name.startswith(("held-out", "training accuracy")) or set(values) != {"-"}:
             table.add_row(name, *values)
     return table
 
 
 def phase_table(runs: list[Run]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title="Seconds a step, by phase", title_justify="left")
+    table = new_table("Seconds a step, by phase")
     table.add_column("phase")
     names: dict[str, None] = {}
     for run in runs:
@@ -174,32 +231,12 @@ def file_lines(runs: list[Run]) -> list[str]:
 
 
 def plot(runs: list[Run], file: Path) -> None:
-    """Plot reward curves with the held-out rewards, and seconds per phase, to a PNG."""
+    """Plot the curves of training and evaluations, and seconds per phase, to a PNG."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(12, 4.5), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
-    for index, run in enumerate(runs):
-        colour = f"C{index}"
-        label = f"{run.name} ({run.algorithm})" if len(runs) > 1 else "training, sampled"
-        steps, rewards = run.series(REWARD)
-        left.plot(steps, rewards, color=colour, alpha=0.3, linewidth=1)
-        left.plot(steps, smooth(rewards), color=colour, label=label)
-        for kind, marker, fill in (("greedy", "o", colour), ("sampled", "s", "white")):
-            steps, values = run.series(f"eval/reward_{kind}")
-            description = f"held-out, {kind}" if len(runs) == 1 else None
-            left.plot(steps, values, marker, color=colour, markerfacecolor=fill, label=description if values else None)
-    left.set_xlabel("step")
-    left.set_ylabel("mean reward")
-    left.set_title(f"Reward (line: mean of {WINDOW} steps)")
-    left.xaxis.set_major_locator(MaxNLocator(integer=True))
-    left.grid(alpha=0.3)
-    if len(runs) > 1:  # markers mean the same in every colour, so the legend shows them in grey
-        left.plot([], [], "o", color="grey", label="held-out, greedy")
-        left.plot([], [], "s", color="grey", markerfacecolor="white", label="held-out, sampled")
-    if left.get_legend_handles_labels()[0]:
-        left.legend()
+    plot_curves(left, runs)
 
     colours: dict[str, str] = {}
     for index, run in enumerate(runs):
@@ -216,6 +253,46 @@ def plot(runs: list[Run], file: Path) -> None:
     if colours:
         right.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=3, fontsize="small", frameon=False)
     figure.savefig(file, dpi=120)
+
+
+def plot_curves(axes: Axes, runs: list[Run]) -> None:
+    """Plot each run's measure with that of evaluations, and on a second axis its accuracy on pairs."""
+    from matplotlib.ticker import MaxNLocator
+
+    common, markers = common_title(runs), (("o", None), ("s", "white"))
+    second = axes.twinx() if any(run.accuracy()[0] for run in runs) else None
+    for index, run in enumerate(runs):
+        colour, measure = f"C{index}", run.measure
+        training = "training, sampled" if measure is MEASURES[0] else "training"
+        label = f"{run.name} ({run.algorithm}{'' if common else f', {measure.title}'})" if len(runs) > 1 else training
+        steps, values = run.series(measure.metric)
+        axes.plot(steps, values, color=colour, alpha=0.3, linewidth=1)
+        axes.plot(steps, smooth(values), color=colour, label=label)
+        for (kind, name), (marker, fill) in zip(measure.held_out.items(), markers, strict=False):
+            steps, values = run.series(name)
+            description = f"held-out, {kind}" if values and len(runs) == 1 else None
+            axes.plot(steps, values, marker, color=colour, markerfacecolor=fill or colour, label=description)
+        steps, values = run.accuracy()
+        if second is not None and steps:
+            second.plot(steps, smooth(values), color=colour, linestyle=":")
+            axes.plot([], [], color=colour, linestyle=":", label="accuracy" if len(runs) == 1 else None)
+    axes.set_xlabel("step")
+    axes.set_ylabel(f"mean {common}" if common else "mean")
+    title = f"{common[0].upper()}{common[1:]}" if common else "Training"
+    axes.set_title(f"{title} (line: mean of {WINDOW} steps)")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(alpha=0.3)
+    if second is not None:
+        second.set_ylabel("accuracy on pairs (dotted)")
+        second.set_ylim(0, 1.02)
+    if len(runs) > 1:  # markers mean the same in every colour, so the legend shows them in grey
+        kinds = [kind for run in runs for kind, name in run.measure.held_out.items() if run.series(name)[0]]
+        for kind in dict.fromkeys(kinds):
+            fill = "white" if kind == "sampled" else "grey"
+            marker = "s" if kind == "sampled" else "o"
+            axes.plot([], [], marker, color="grey", markerfacecolor=fill, label=f"held-out, {kind}")
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend()
 
 
 def smooth(values: list[float]) -> list[float]:
