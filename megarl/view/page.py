@@ -76,7 +76,8 @@ def load(path: Path, load_spans: SpanLoader | None = None, readers: RunReaders |
         run.notes += run.evaluations.notes
     if len(run.index) and not tokenizer_folders(path):
         run.notes.append(f"{path}: there is no tokenizer at its model.path, nor an export; tokens are shown as numbers")
-    run.notes += run.index.notes
+    if run.generates_rollouts:
+        run.notes += run.index.notes
     run.spans = None if load_spans is None else load_spans(path)
     return run
 

@@ -76,6 +76,14 @@ class RunData:
     spans: Mapping[str, Any] | None = None
     statuses: list[dict[str, Any]] = field(default_factory=list)
 
+    @property
+    def generates_rollouts(self) -> bool:
+        """Whether the run's algorithm generates rollouts, which SFT and training on pairs do not, as far as its steps
+        tell: True before the first."""
+        names = {name for values in self.metrics.values() for name in values}
+        is_rollout_metric = any(name.startswith("rollout/") or name == "time/generate" for name in names)
+        return is_rollout_metric or "time/step" not in names or (self.path / "rollouts").exists()
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for the page, with packed `metrics`, NaN where a step lacks one."""
         steps = list(self.metrics)
@@ -108,6 +116,7 @@ class RunData:
             "notes": list(self.notes),
             "timeline": self.spans,
             "statuses": self.statuses,
+            "generates_rollouts": self.generates_rollouts,
             "num_rollouts": len(self.index),
             "num_evaluated": len(self.evaluations),
         }

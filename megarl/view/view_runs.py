@@ -120,10 +120,12 @@ def show(options: argparse.Namespace) -> int:
         for note in [*run.notes, *(run.spans or {}).get("notes", ())]:
             print(f"note: {note}")
     rollouts = sum(len(run.index) for run in runs)
-    print(
-        f"wrote {file}: {written['page'] / 2**20:.1f} MiB, {rollouts} rollouts; tokens of {written['rollouts']} of "
-        f"them beside it, {written['beside'] / 2**20:.1f} MiB"
+    content = (
+        f"{rollouts} rollouts; tokens of {written['rollouts']} of them beside it, {written['beside'] / 2**20:.1f} MiB"
     )
+    if not any(run.generates_rollouts for run in runs):
+        content = f"curves and time; {' and '.join(sorted({run.algorithm for run in runs}))} generates no rollouts"
+    print(f"wrote {file}: {written['page'] / 2**20:.1f} MiB, {content}")
     return 0
 
 

@@ -75,3 +75,14 @@ def write_run(folder: Path, steps: int = 3, last_response: tuple[int, ...] = (3,
     with (folder / "log.txt").open("a", encoding="utf-8") as log:
         log.write("2026-01-01 10:00:00  ALARM: step 2: actor/entropy is 0.7, above 0.4 to 0.6: lower it\n")
     return folder
+
+
+def write_sft_run(folder: Path) -> Path:
+    """Write the folder of a run that generates no rollouts."""
+    claim_and_begin(folder, dataclasses.replace(Config(), algorithm="sft"), resume=False).release()
+    tracker = Tracker(folder, names=())
+    for step in range(1, 4):
+        tracker.log(step, {"actor/nll": 3.0 / step, "time/actor_update": 1.0, "time/step": 2.0})
+    tracker.close()
+    (folder / ".lock").unlink()
+    return folder

@@ -151,6 +151,17 @@ def test_every_tab(browser: Browser, page: Path, server: Server, look: str, is_l
     assert not poor
 
 
+def test_run_without_rollouts_has_no_tabs_for_them(browser: Browser, tmp_path: Path) -> None:
+    run = load(example_run.write_sft_run(tmp_path / "sft"), load_spans)
+    write_page([run], tmp_path / "page.html")
+    browser.open((tmp_path / "page.html").as_uri())
+    assert browser.evaluate(TABS) == ["Curves", "Time", "Configuration", "Files"]
+    assert browser.evaluate("document.querySelector('#tabs button.selected').textContent") == "Curves"
+    assert browser.evaluate("document.querySelector('.charts h3').firstChild.textContent") == "actor/nll"
+    assert browser.evaluate("document.getElementById('notes').hidden") is True
+    assert "rollouts" not in browser.evaluate("document.getElementById('status').textContent")
+
+
 def test_contrast_is_measured(browser: Browser, page: Path) -> None:
     browser.open(page.as_uri())
     browser.evaluate("document.getElementById('status').style.color = 'rgb(170, 170, 170)'")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -34,6 +35,20 @@ def test_writes_the_page_into_the_run_folder(run_dir: Path, capsys: pytest.Captu
     assert (run_dir / "view.html").is_file() and (run_dir / "view_files" / "tokens-0-3-0.js").is_file()
     assert view_runs.main([str(run_dir), "--details", "0"]) == 0
     assert "tokens of 0 of them" in capsys.readouterr().out and not (run_dir / "view_files").exists()
+
+
+def test_run_without_rollouts_has_no_note_about_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert view_runs.main([str(example_run.write_sft_run(tmp_path / "sft"))]) == 0
+    output = capsys.readouterr().out
+    assert "note" not in output and output.endswith("curves and time; sft generates no rollouts\n")
+
+
+def test_unrecorded_rollouts_have_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = example_run.write_run(tmp_path / "run")
+    shutil.rmtree(run / "rollouts")
+    assert view_runs.main([str(run)]) == 0
+    output = capsys.readouterr().out
+    assert "has no recorded rollouts" in output and "0 rollouts; tokens of 0 of them" in output
 
 
 def test_page_of_two_runs_has_its_own_name(tmp_path: Path) -> None:

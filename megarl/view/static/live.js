@@ -89,7 +89,7 @@
         createCard("Alarms and remedies", ...createAlarms(run, values)),
         createCard("Last step", metrics.length ? createKeys(["metric", "value"], metrics) : createHint("No step is done yet.")),
         ...(engines.length ? [createCard("Engines in the last step", createKeys(["metric", "value"], engines))] : []),
-        createCard("Newest rollouts", createNewest(newest)),
+        ...(run.generates_rollouts ? [createCard("Newest rollouts", createNewest(newest))] : []),
       ];
       root.replaceChildren(el("div", { class: "live" }, ...cards));
     },

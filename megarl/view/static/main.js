@@ -3,6 +3,7 @@
 {
   const POLL_MS = 5000;
   const VIEWS = ["Live", "Curves", "Time", "Rollouts", "Held-out", "Prompts", "Compare", "Configuration", "Files"];
+  const ROLLOUT_VIEWS = ["Rollouts", "Held-out", "Prompts", "Compare"];
   const MAX_OPEN_NOTES = 3; // more notes are folded
   const THEME_KEY = "megarl-theme";
   const state = { view: "", roots: {}, resizeTimer: 0 };
@@ -22,7 +23,7 @@
   function drawStatus() {
     const run = megarl.overview.runs[megarl.runIndex];
     const parts = [run.algorithm, run.steps.length ? `step ${run.steps.at(-1)}` : "no step yet"];
-    parts.push(`${formatCount(run.num_rollouts)} rollouts`);
+    if (run.generates_rollouts) parts.push(`${formatCount(run.num_rollouts)} rollouts`);
     if (run.is_running) parts.push("running");
     if (megarl.overview.is_live) parts.push("live");
     getElement("status").textContent = parts.join(", ");
@@ -115,8 +116,10 @@
   // Whether there is anything to see. A live run may evaluate later.
   function hasView(name) {
     const { runs, is_live: isLive } = megarl.overview;
+    const generating = runs.filter((run) => run.generates_rollouts);
+    if (ROLLOUT_VIEWS.includes(name) && !generating.length) return false;
     if (name === "Live") return isLive;
-    if (name === "Compare") return runs.length > 1;
+    if (name === "Compare") return generating.length > 1;
     if (name === "Held-out") return isLive || runs.some((run) => run.num_evaluated);
     return true;
   }
