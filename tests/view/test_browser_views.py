@@ -162,6 +162,23 @@ def test_run_without_rollouts_has_no_tabs_for_them(browser: Browser, tmp_path: P
     assert "rollouts" not in browser.evaluate("document.getElementById('status').textContent")
 
 
+def test_titles_of_charts_stay_in_their_cards(browser: Browser, tmp_path: Path) -> None:
+    runs = [example_run.write_run(tmp_path / name) for name in ("first", "second")]
+    for run in runs:  # bands that no guard watches have the longest titles
+        config = (run / "config.yaml").read_text()
+        (run / "config.yaml").write_text(config.replace("alarms: true", "alarms: false"))
+        rows = [{"step": step, "time": step, "actor/advantage_variance": 1 / (step + 6)} for step in range(1, 4)]
+        with (run / "metrics.jsonl").open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+    write_page([load(run) for run in runs], tmp_path / "page.html")
+    browser.open((tmp_path / "page.html").as_uri(), width=1300)
+    titles = browser.evaluate("[...document.querySelectorAll('.charts h3')].map((title) => title.textContent)")
+    assert "actor/advantage_variancelast 0.1111 and 0.1111, typical ≤ 1PNG" in titles
+    wide = "[...document.querySelectorAll('.card')].filter((card) => card.scrollWidth > card.clientWidth).length"
+    assert browser.evaluate(wide) == 0
+    assert browser.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+
+
 def test_contrast_is_measured(browser: Browser, page: Path) -> None:
     browser.open(page.as_uri())
     browser.evaluate("document.getElementById('status').style.color = 'rgb(170, 170, 170)'")
