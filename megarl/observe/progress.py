@@ -36,7 +36,7 @@ DISPLAYED_METRICS: tuple[tuple[str, str, str], ...] = (
     ("skipped updates", "reward_model/skipped", ".0%"),
     ("tool calls", "rollout/tool_calls_mean", ".2f"),
     ("log-prob difference", "rollout/logprob_diff", ".1e"),
-    ("its mean", "rollout/logprob_diff_mean", ".1e"),
+    ("mean log-prob difference", "rollout/logprob_diff_mean", ".1e"),
     ("without replay", "rollout/logprob_diff_mean_unreplayed", ".1e"),
     ("tokens/s per rank", "perf/tokens_per_second_per_rank", ",.0f"),
     ("s/step", "time/step", ".1f"),

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from megarl.observe.health_bands import Band
-from megarl.observe.progress import Progress, format_dominant_phases, format_duration
+from megarl.observe.progress import DISPLAYED_METRICS, Progress, format_dominant_phases, format_duration
 
 pytestmark = pytest.mark.alone
 
@@ -43,6 +43,12 @@ def test_shows_skipped_updates() -> None:
     assert "skipped" not in progress.format_step(1, METRICS | {"actor/skipped": 0.0, "critic/skipped": 0.0})
     line = progress.format_step(1, METRICS | {"actor/skipped": 0.5, "critic/skipped": 1.0})
     assert "  skipped updates 50%  skipped updates of the critic 100%" in line
+
+
+def test_each_title_is_understood_without_others() -> None:
+    line = Progress("PPO", 3, live=False).format_step(2, {"rollout/logprob_diff_mean": 8.8e-07})
+    assert line == "step 2/3  mean log-prob difference 8.8e-07"
+    assert not [title for title, _, _ in DISPLAYED_METRICS if title.startswith("its")]
 
 
 def test_disabled_progress_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
