@@ -53,6 +53,16 @@ def test_synonyms_point_to_existing_keys():
         from_dict({"rollout": {"n": 8}})
 
 
+def test_a_suggestion_replaces_the_list_of_keys():
+    for tree, message in (
+        ({"run": {"sed": 1}}, "unknown key run.sed; did you mean run.seed? (megarl train --keys run lists more)"),
+        ({"rolout": {}}, "unknown key rolout; did you mean rollout?"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            from_dict(tree)
+        assert str(error.value) == message
+
+
 def test_every_key_is_documented():
     """Each field in config/ is followed by a docstring, or is a section."""
     files = sorted(Path(megarl.config.__file__).parent.glob("*.py"))

@@ -269,9 +269,12 @@ def _unknown_key_message(key: Any, where: str, cls: Any, root: type) -> str:
     else:
         elsewhere = [name for name in everywhere if name.split(".")[-1] == key]
         suggestion = elsewhere[0] if elsewhere else getattr(root, "synonyms", {}).get(str(key).lower(), "")
-    hint = f"; did you mean {suggestion}?" if suggestion else ""
     name = str(key) if str(key).isidentifier() and len(str(key)) < 80 else short_repr(key)
-    return f"unknown key {where}{name}{hint} (known here: {', '.join(known)})"
+    if not suggestion:
+        return f"unknown key {where}{name} (known here: {', '.join(known)})"
+    section = suggestion.rpartition(".")[0]
+    listing = f" (megarl train --keys {section} lists more)" if suggestion in everywhere and section else ""
+    return f"unknown key {where}{name}; did you mean {suggestion}?{listing}"
 
 
 def _convert(value: Any, kind: Any, name: str) -> Any:

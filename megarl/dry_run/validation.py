@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -613,9 +614,12 @@ def memory_table(stages: list[StageMemory]) -> Table:
         ),
         ([s.host for s in shown], "", []),
     ]
+    counts = Counter(name for parts, title, _ in blocks if title for name in parts[0])
     for parts, title, totals in blocks:
         for name in parts[0]:
             suffix = " (host)" if parts[0] is shown[0].host else ""
+            if counts[name] > 1 and title:  # the same part in several phases, which do not add up
+                suffix = f", {title}"
             prefix = "about " if name.endswith("KV cache") else ESTIMATE_PREFIXES.get(name, "")
             cells = [prefix + format_bytes(part[name]) if part[name] else "-" for part in parts]
             table.add_row(name + suffix, *cells)

@@ -193,7 +193,7 @@ def _read_config(run: RunData) -> None:
         if guards.alarms:
             run.bands, run.has_band_alarms = load_bands(guards), True
     except (ConfigError, OSError, ValueError, RecursionError, TypeError) as error:
-        problem = one_line(error, 200).partition(" (known here:")[0]  # the list is long, and that of this version
+        problem = re.split(r" \((?:known here:|megarl train)", one_line(error, 200))[0]  # keys of this version
         run.notes.append(f"{file} is of another version of MegaRL ({problem}); using the default bands")
 
 

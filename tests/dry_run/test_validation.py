@@ -874,6 +874,15 @@ def test_report_shows_every_part(plan) -> None:
     assert "the fullest rank needs" in text
 
 
+def test_parts_of_several_phases_name_their_phase(plan) -> None:
+    text = render(plan())
+    for row in ("engine weights, in generation", "engine weights, in weight sync"):
+        assert text.count(row) == 1, row
+    names = [line.split("   ")[0] for line in text.partition("memory per rank")[2].splitlines() if line[:2] == "  "]
+    names = [name for name in names if name.strip()]
+    assert len(names) == len(set(names))
+
+
 def test_dry_run_command(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-m", "megarl.train", "--dry-run", "configs/qwen3_235b.yaml"]
     valid = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
