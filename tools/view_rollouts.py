@@ -4,7 +4,8 @@
                                             [--where "reward<0.5 and turns>2"] [--tokens] [--html FILE]
 
 Prints the rollouts of one step (by default the last recorded one), turn by turn: text that the policy wrote is bright;
-text that it was only given, and that is not trained on, is dimmed. `--html` writes them to a page instead;
+text that it was only given, and that is not trained on, is dimmed. A long beginning of a prompt (system prompt, tools)
+is printed once. `--html` writes them to a page instead;
 megarl view writes one of all steps. `--where` filters by columns with <, <=, >, >=, = or != (for text also ~,
 "contains"), and, or, not and parentheses. `--sort reward` starts with the lowest, `--sort reward:down` with the
 highest. Columns: step, number, group, prompt, source, status, reward, advantage, logprob, length, actions (the policy's
@@ -48,6 +49,8 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: 0.4rem 0; padding:
 .written { background: #e8f2e4; }
 .label { font-size: 80%; color: #666; }
 """
+MIN_REPEATED_CHARS = 100
+"""Characters of a prompt's beginning that is not printed again."""
 
 
 def find_step(run_dir: Path, step: int | None) -> int:
@@ -164,8 +167,9 @@ def turn_label(index: int, turn: Turn) -> str:
 def print_rollouts(
     records: list[Record], title: str, decode: Decode, console: Console, decoder: TokenDecoder | None = None
 ) -> None:
-    """Print rollouts. words: if given, print a line per token."""
+    """Print rollouts. decoder: if given, print a line per token."""
     console.print(title, style="bold", markup=False)
+    printed: dict[str, int] = {}
     for record in records:
         score = record.advantage if record.advantage is not None else record.rollout.reward
         console.print(Rule(style="bright_black"), soft_wrap=False)
@@ -180,7 +184,23 @@ def print_rollouts(
                 position += len(turn.token_ids)
                 continue
             text = decode(list(turn.token_ids))
+            if index == 0:
+                text = shorten_beginning(text, record, printed)
             console.print(Text(_printable(text), style="bold" if turn.is_action else "dim"))
+
+
+def shorten_beginning(text: str, record: Record, printed: dict[str, int]) -> str:
+    """Return the text of a prompt, without what precedes the first message of the user if an earlier rollout has it.
+
+    Args:
+        printed: number of the first rollout with each beginning; it is extended.
+    """
+    contents = [message.get("content") for message in record.rollout.messages if message.get("role") == "user"]
+    place = text.find(contents[0]) if contents and isinstance(contents[0], str) and contents[0] else -1
+    beginning = text[: max(place, 0)]
+    if len(beginning) < MIN_REPEATED_CHARS or printed.setdefault(beginning, record.number) == record.number:
+        return text
+    return f"[{len(beginning)} characters as in rollout {printed[beginning]}] {text[place:]}"
 
 
 def token_lines(record: Record, turn: Turn, first: int, decoder: TokenDecoder) -> list[str]:

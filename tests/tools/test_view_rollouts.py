@@ -9,11 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from megarl.observe.rollout_log import part_file, write_part
+from megarl.observe.rollout_table import Record
 from megarl.types import Prompt, Rollout, Turn
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
@@ -63,6 +65,23 @@ def test_shows_the_episode_of_a_branch(recorded_run: Path, capsys: pytest.Captur
     assert view_rollouts.main([str(recorded_run)]) == 0
     output = capsys.readouterr().out
     assert "prompt p  group 2  episode 7  reward 0" in output and "prompt p  group 2  reward 0" in output
+
+
+def test_prints_a_system_prompt_once(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = {1: "system " * 30, 2: "another " * 30, 3: "short "}
+    question = ({"role": "user", "content": "What is 1+1?"},)
+
+    def record(number: int, beginning: int) -> Record:
+        return Record(number, Rollout(Prompt("p", question), (Turn((beginning,)),), messages=question), None, None)
+
+    def decode(ids: list[int]) -> str:
+        return texts[ids[0]] + "What is 1+1?"
+
+    records = [record(number, beginning) for number, beginning in enumerate((1, 1, 2, 3, 3, 1))]
+    view_rollouts.print_rollouts(records, "title", decode, Console(soft_wrap=True, width=80))
+    output = capsys.readouterr().out
+    assert output.count(texts[1]) == 1 and output.count(texts[2]) == 1 and output.count("short What is") == 2
+    assert output.count("[210 characters as in rollout 0] What is 1+1?") == 2 and output.count("What is 1+1?") == 6
 
 
 def test_html_page_escapes_generated_text(recorded_run: Path, tmp_path: Path) -> None:
