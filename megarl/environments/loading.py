@@ -72,6 +72,19 @@ def load(spec: str, key: str) -> LoadedEnvironment:
     return LoadedEnvironment(EnvironmentInfo(spec, name, "agent", has_reward=True, is_async=True), target)
 
 
+def build_schemas(cls: type) -> list[dict[str, Any]]:
+    """Return the OpenAI schemas of an environment's tools, as prompts of a run list them; for `tools` of SFT rows.
+
+    The order is that of definition. Methods of base classes come first; a method that overrides one takes its place.
+    Raises ConfigError as `load` does, and if the tools are known only at run time.
+    """
+    spec = f"{cls.__module__}:{cls.__qualname__}"
+    info = _describe_class(cls, spec, ENVIRONMENTS_KEY)
+    if info.has_dynamic_tools:
+        raise ConfigError(f"{ENVIRONMENTS_KEY}: the tools of {spec} are known only at run time; call its `tools`")
+    return list(info.schemas)
+
+
 def _describe_class(cls: type, spec: str, key: str) -> EnvironmentInfo:
     where = f"{key}: {spec}"
     try:
@@ -80,7 +93,8 @@ def _describe_class(cls: type, spec: str, key: str) -> EnvironmentInfo:
         raise ConfigError(f"{where}: its constructor must take no arguments: {error}") from None
     except ValueError:  # a C function without a signature
         pass
-    methods = {name: method for name in dir(cls) if (method := _get_method(cls, name, where)) is not None}
+    names = dict.fromkeys(name for base in reversed(cls.__mro__) for name in vars(base))
+    methods = {name: method for name in names if (method := _get_method(cls, name, where)) is not None}
     if ("tools" in methods) != ("call" in methods):
         present, missing = ("tools", "call") if "tools" in methods else ("call", "tools")
         raise ConfigError(

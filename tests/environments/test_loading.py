@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import toy_environments
 
+from megarl.config import RolloutConfig
 from megarl.config.strict import ConfigError
-from megarl.environments.loading import ENVIRONMENTS_KEY, TOOLS_KEY, load
+from megarl.environments.catalog import load_catalog
+from megarl.environments.loading import ENVIRONMENTS_KEY, TOOLS_KEY, build_schemas, load
 from megarl.environments.protocol import EnvironmentInfo
+from megarl.types import Prompt
 
 pytestmark = pytest.mark.alone
 
@@ -59,8 +62,54 @@ def test_finds_inherited_static_and_class_methods() -> None:
 
     toy_environments.Child = Child  # type: ignore[attr-defined]
     schemas = {item["function"]["name"]: item["function"]["parameters"] for item in load_info("Child").schemas}
-    assert list(schemas) == ["count", "describe", "twice"]
+    assert list(schemas) == ["count", "twice", "describe"]
     assert list(schemas["twice"]["properties"]) == ["x"] and schemas["describe"]["required"] == []
+
+
+class Machine:
+    def turn(self, wheel: int) -> str:
+        """Turn a wheel."""
+        return str(wheel)
+
+    def pull(self) -> str:
+        """Pull the lever."""
+        return "clank"
+
+
+class LoudMachine(Machine):
+    def shout(self) -> str:
+        """Shout."""
+        return "!"
+
+    def pull(self) -> str:
+        """Pull the lever with a bang."""
+        return "bang"
+
+    def alarm(self) -> str:
+        """Raise an alarm."""
+        return "?"
+
+
+def test_lists_tools_in_order_of_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toy_environments, "LoudMachine", LoudMachine, raising=False)
+    schemas = load_info("LoudMachine").schemas
+    functions = [(schema["function"]["name"], schema["function"]["description"]) for schema in schemas]
+    assert functions == [
+        ("turn", "Turn a wheel."),
+        ("pull", "Pull the lever with a bang."),
+        ("shout", "Shout."),
+        ("alarm", "Raise an alarm."),
+    ]
+
+
+def test_builds_the_schemas_of_a_run() -> None:
+    """Rows for SFT need the schemas that prompts of RL list, in their order."""
+    catalog = load_catalog(RolloutConfig(environments=("toy_environments:Odd",)))
+    prompt = Prompt("p", ({"role": "user", "content": "Go."},), ground_truth="x")
+    assert build_schemas(toy_environments.Odd) == catalog.select_schemas(prompt)
+    assert [schema["function"]["name"] for schema in build_schemas(Machine)] == ["turn", "pull"]
+    with pytest.raises(ConfigError, match="the tools of toy_environments:Found are known only at run time"):
+        build_schemas(toy_environments.Found)
 
 
 @pytest.mark.parametrize("key", [TOOLS_KEY, ENVIRONMENTS_KEY])
