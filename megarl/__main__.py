@@ -36,7 +36,7 @@ COMMANDS = {
     "serve": Command("megarl.serve", "serve a trainer to clients of the tinker SDK"),
     "plan": Command("megarl.dry_run.plan_command", "which layouts of a model fit on how many GPUs, by estimate"),
     "try-reward": Command("megarl.rewards.try_reward", "call a reward function on rows of a data set"),
-    "try-tool": Command("megarl.environments.try_tool", "call a tool with arguments"),
+    "try-tool": Command("megarl.environments.try_tool", "call a tool, or play an environment by hand"),
     "recipes": Command("megarl.config.recipe_copies", "list the recipes that come with MegaRL, or copy one"),
     "doctor": Command("megarl.doctor", "check what works on this machine"),
     "torchrun": Command("megarl.torchrun", "start ranks on several nodes, with restarts"),

@@ -87,7 +87,7 @@ def test_every_program_is_documented() -> None:
         "launch/ppo_hello.py"  # an argument of torchrun
     }
     undocumented = {name for name, command in COMMANDS.items() if f"-m {command.module}" not in actual}
-    assert undocumented <= {"completion", "recipes", "try-tool"}  # in CHANGELOG.md and in the help of `megarl`
+    assert undocumented <= {"completion", "recipes"}  # in CHANGELOG.md and in the help of `megarl`
     # Imported by other tools.
     parts = {f"tools/{name}.py" for name in ("local_ranks", "trials")}
     assert {f"tools/{path.name}" for path in ROOT.glob("tools/*.py")} - actual == parts
