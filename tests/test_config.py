@@ -202,6 +202,10 @@ BAD_VALUES = {
     "number for list": ({"reward": {"functions": 3}}, r"reward\.functions must be a list of text, not 3"),
     "number in list": ({"reward": {"functions": [3]}}, r"reward\.functions\[0\] must be text, not 3"),
     "list for mapping": ({"rollout": {"sglang": [1]}}, r"rollout\.sglang must be a mapping, not \[1\]"),
+    "list for weights": (
+        {"reward": {"weights": [1]}},
+        r"must be a mapping, not \[1\]; write \{right: 1, short: 0\.1\}.* environment's is environment",
+    ),
     "value for section": ({"run": 3}, r"run must be a section of keys, not 3"),
 }
 

@@ -17,6 +17,7 @@ from megarl.config.strict import (
     PositiveFloat,
     PositiveInt,
     Range,
+    Remedy,
     Seconds,
     Share,
 )
@@ -683,13 +684,18 @@ _CORRECTION_DEFAULTS: dict[str, tuple[Literal["token", "sequence", "geometric"],
 """Default (level, low, high) of each kind of correction."""
 
 
+Weights = Annotated[
+    dict[str, Any], Remedy("write {right: 1, short: 0.1}, by the names of functions; the environment's is environment")
+]
+
+
 @dataclass(frozen=True)
 class RewardConfig:
     functions: tuple[str, ...] = ()
     """Reward functions as `module:name`; each takes a Rollout and returns a number, at most 1e6, or a `Reward`. Those
     in the signature of another library are `verl:module:name` or `trl:module:name`. They run in separate processes
     during generation, coroutine functions concurrently. The reward is their sum."""
-    weights: dict[str, Any] = field(default_factory=dict)
+    weights: Weights = field(default_factory=dict)
     """Weight of each part of the reward in the sum: functions by name, `environment`, `model`, `service`, `judge`; the
     default is 1. `control.yaml` in the run folder can change it during the run, see `rewards/README.md`."""
     model: PathStr = ""

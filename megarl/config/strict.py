@@ -74,6 +74,13 @@ PathStr = Annotated[str, PathMarker()]
 
 
 @dataclass(frozen=True)
+class Remedy:
+    """What to write instead of an invalid value, for the error."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class ProseMarker:
     """Marks a string type as text of any length that may have line breaks; other strings fit into a file name."""
 
@@ -193,7 +200,7 @@ def is_valid(value: Any, kind: Any) -> bool:
 
 def check_value(value: Any, kind: Any, name: str) -> None:
     """Raise ConfigError unless `is_valid`, and for text that no file name or terminal can show."""
-    if get_origin(kind) is dict and isinstance(value, dict):
+    if get_origin(_split_type(kind)[0]) is dict and isinstance(value, dict):
         _check_plain(value, name)
     if not is_valid(value, kind):
         base, hint = _split_type(kind)[0], ""
@@ -201,6 +208,8 @@ def check_value(value: Any, kind: Any, name: str) -> None:
             hint = did_you_mean(short_repr(value).strip("'"), get_args(base))
         if base is str and isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e15:
             hint = f"; in quotes it is text: {name}: '{value}' in a file, \"{name}='{value}'\" on a command line"
+        remedies = [note.text for note in get_args(kind)[1:] if isinstance(note, Remedy)]
+        hint += "".join(f"; {text}" for text in remedies)
         raise ConfigError(f"{name} must be {describe_type(kind)}, not {short_repr(value)}{hint}")
     is_prose = get_origin(kind) is Annotated and any(isinstance(note, ProseMarker) for note in get_args(kind))
     for text in value if isinstance(value, list | tuple) else [value]:

@@ -131,7 +131,8 @@ def check_weights(weights: Any, parts: Collection[str], key: str = "reward.weigh
     """Return the weights as floats. Raises ConfigError for an unknown part or a weight beyond `MAX_REWARD`."""
     if not isinstance(weights, Mapping):
         raise ConfigError(
-            f"{key} must be a mapping of parts to numbers, such as {{gsm8k: 0.5}}, not {short_repr(weights)}"
+            f"{key} must be a mapping of parts, such as {{right: 1, short: 0.1}}, not {short_repr(weights)}; "
+            f"a function's part has its name, and the environment's part is named {composite.PART}"
         )
     for name, weight in weights.items():
         if name not in parts:

@@ -72,7 +72,7 @@ def test_a_failed_part_leaves_the_rollout_unscored(failed_part: RewardResult) ->
         ({"gsm8k": "1"}, "not '1'"),
         ({"gsm8k": None}, "not None"),
         ({"model": 10**7}, "not 10000000"),
-        ([1.0], r"must be a mapping of parts to numbers, such as \{gsm8k: 0.5\}, not \[1.0\]"),
+        ([1.0], r"such as \{right: 1, short: 0.1\}, not \[1.0\]; .* the environment's part is named environment"),
         (None, "must be a mapping"),
     ],
 )
