@@ -34,21 +34,36 @@ _MAX_KINDS = 100
 
 @dataclass(frozen=True)
 class ToolCallStats:
-    """A tool's calls, how many failed inside it, and the first error."""
+    """A tool's calls, how many failed inside it, and the first error.
+
+    Malformed calls, whose arguments do not match the schema, do not reach the tool: `num_calls` excludes them.
+    """
 
     num_calls: int = 0
     num_failed: int = 0
     first_error: str = ""
+    num_malformed: int = 0
+    first_mismatch: str = ""
 
     def __add__(self, other: ToolCallStats) -> ToolCallStats:
         return ToolCallStats(
-            self.num_calls + other.num_calls, self.num_failed + other.num_failed, self.first_error or other.first_error
+            self.num_calls + other.num_calls,
+            self.num_failed + other.num_failed,
+            self.first_error or other.first_error,
+            self.num_malformed + other.num_malformed,
+            self.first_mismatch or other.first_mismatch,
         )
 
     def __sub__(self, before: ToolCallStats) -> ToolCallStats:
-        """Return the difference since `before`; `first_error` is kept if any call failed since."""
-        failed = self.num_failed - before.num_failed
-        return ToolCallStats(self.num_calls - before.num_calls, failed, self.first_error if failed else "")
+        """Return the difference since `before`; texts are of the first call ever, and empty if none failed since."""
+        failed, malformed = self.num_failed - before.num_failed, self.num_malformed - before.num_malformed
+        return ToolCallStats(
+            self.num_calls - before.num_calls,
+            failed,
+            self.first_error if failed else "",
+            malformed,
+            self.first_mismatch if malformed else "",
+        )
 
 
 class ErrorLog:
@@ -100,7 +115,7 @@ class EnvironmentPool:
         self.catalog, self.timeout, self.max_tool_processes = catalog, timeout, size
         self.error_log = ErrorLog(log)
         self.tool_call_stats: dict[str, ToolCallStats] = {}
-        """Calls that reached a tool, by its name."""
+        """Calls that named a tool, by its name."""
         has_agents = any(info.kind == "agent" for info in catalog.environments.values())
         settings = {"preload": AGENT_PRELOAD} if has_agents else {}
         self._fork_server = ForkServer(SERVE, settings, Path(os.devnull) if log is None else log, limits)
@@ -200,7 +215,10 @@ class EnvironmentPool:
         return ToolResult(f"Error: {what}", False)
 
     def _count_call(self, name: str, failure: str) -> None:
-        stats = ToolCallStats(1, int(bool(failure)), failure[:500])
+        self.add_call(name, ToolCallStats(1, int(bool(failure)), failure[:500]))
+
+    def add_call(self, name: str, stats: ToolCallStats) -> None:
+        """Count a call."""
         self.tool_call_stats[name] = self.tool_call_stats.get(name, ToolCallStats()) + stats
 
     def run_later(self, work: Coroutine[Any, Any, None]) -> None:
@@ -299,7 +317,9 @@ class EnvironmentSession:
             available = ", ".join(self._schema_by_name) or "none"
             return ToolResult(f"Error: unknown tool {name!r}; available: {available}", False)
         if argument_error := find_argument_error(self._schema_by_name[name], arguments):
-            return ToolResult(f"Error: {argument_error}", False)
+            result = ToolResult(f"Error: {argument_error}", False)
+            self._pool.add_call(name, ToolCallStats(num_malformed=1, first_mismatch=result.text[:500]))
+            return result
         process = self._process
         if process is None or name in self._pool.catalog.tools:
             return await self._pool.call_tool(name, arguments)

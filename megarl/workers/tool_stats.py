@@ -1,7 +1,8 @@
 """Metrics of tool calls and of agent sessions, over all engines, and the limit on failing tools.
 
 A tool call fails when the tool raised, died or exceeded `rollout.tool_timeout`. A call that could not be parsed, names
-an unknown tool or violates the schema reaches no tool: it is an error of the policy.
+an unknown tool or violates the schema reaches no tool: it is an error of the policy. If most calls of a step do,
+a line says so once.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ class AgentMetrics:
 
 MIN_CALLS = 16
 """Minimum number of calls of a tool to evaluate: with fewer, all may fail by chance."""
+MIN_MALFORMED = 8
+"""Minimum number of calls of a tool in a step to warn of malformed ones."""
 _ALARM_SHARE = 0.5
 """Share of a tool's calls that may fail without an alarm."""
 
@@ -87,6 +90,7 @@ class ToolMonitor:
         self._comm, self._runner, self._log, self._alarm = comm, runner, log, alarm
         self._last_calls: dict[str, ToolCallStats] = {}
         self._tools: dict[str, _ToolState] = {}
+        self._has_warned = False
 
     def begin_step(self) -> None:
         for tool in self._tools.values():
@@ -115,6 +119,7 @@ class ToolMonitor:
         if calls.num_failed and not tool.is_logged:
             tool.is_logged = True
             self._log(f"step {step}: {_describe_failures(name, calls)}: {calls.first_error}; logs/tools_*.log has more")
+        self._warn_if_malformed(step, name, tool.step_calls)
         if tool.unchecked_calls.num_calls < MIN_CALLS:
             return
         checked, tool.unchecked_calls = tool.unchecked_calls, ToolCallStats()
@@ -128,6 +133,17 @@ class ToolMonitor:
                 f"rollout.max_tool_failed_frac={self._max_failed_share:g} allows: {checked.first_error}; fix the tool, "
                 f"or raise that key"
             )
+
+    def _warn_if_malformed(self, step: int, name: str, calls: ToolCallStats) -> None:
+        """Log a warning, once per run, if the arguments of most of the step's calls do not match the schema."""
+        malformed, total = calls.num_malformed, calls.num_malformed + calls.num_calls
+        if self._has_warned or total < MIN_MALFORMED or malformed <= _ALARM_SHARE * total:
+            return
+        self._has_warned = True
+        self._log(
+            f"step {step}: warning: the arguments of {malformed} of {total} calls of the tool {name} do not match its "
+            f"schema, so they did not reach it; the policy reads, for example: {calls.first_mismatch}"
+        )
 
     @property
     def metrics(self) -> dict[str, float]:

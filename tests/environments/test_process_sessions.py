@@ -14,7 +14,7 @@ import pytest
 
 from megarl.config import ConfigError, RolloutConfig
 from megarl.environments.catalog import load_catalog
-from megarl.environments.process_sessions import EnvironmentPool, EnvironmentSession
+from megarl.environments.process_sessions import EnvironmentPool, EnvironmentSession, ToolCallStats
 from megarl.environments.protocol import SessionLost, ToolResult
 from megarl.processes.children import ProcessLimits
 from megarl.types import Prompt, Reward, RewardFailure
@@ -125,6 +125,19 @@ def test_environments_may_define_tools_at_reset() -> None:
     for names, message in ((["a", "a"], "two tools called a"), (["<|im_end|>"], "its name must be")):
         with pytest.raises(SessionLost, match=message):
             run_with_pool(lambda sessions, names=names: sessions.open_session(prompt(names)), "Found")
+
+
+def test_counts_malformed_calls() -> None:
+    async def interact(sessions: EnvironmentPool) -> ToolCallStats:
+        session = await sessions.open_session(prompt("fine"))
+        await session.call("act", {"behavior": "nothing"})
+        for arguments in ({}, {"behavior": 3}):
+            await session.call("act", arguments)
+        return sessions.tool_call_stats["act"]
+
+    expected = ToolCallStats(1, 0, "", 2, "Error: argument behavior is missing")
+    assert run_with_pool(interact, "Odd") == expected
+    assert expected - expected == ToolCallStats() and (expected + expected).num_malformed == 4
 
 
 def test_refuses_calls_of_methods_that_are_no_tools() -> None:

@@ -48,6 +48,24 @@ def test_tool_that_always_fails_ends_the_run() -> None:
     assert tools.alarms == ["step 1: 32 of 32 calls of the tool f failed: no licence (OSError at f.py:3)"]
 
 
+def test_mostly_malformed_calls_are_logged_once() -> None:
+    tools = MonitoredTools()
+    few = ToolCallStats(4, 0, num_malformed=4, first_mismatch="Error: unknown argument lever")
+    assert tools.step(1, f=few, g=ToolCallStats(num_malformed=7, first_mismatch="no")) == {
+        "rollout/tool_failed_frac": 0.0,
+        "tool/f_failed_frac": 0.0,
+    }
+    assert tools.lines == []
+    many = ToolCallStats(3, 0, num_malformed=5, first_mismatch="Error: argument wheel is missing")
+    for step in (2, 3):
+        tools.step(step, f=many)
+    assert tools.lines == [
+        "step 2: warning: the arguments of 5 of 8 calls of the tool f do not match its schema, so they did not reach "
+        "it; the policy reads, for example: Error: unknown argument lever"
+    ]
+    assert tools.alarms == []
+
+
 def test_metrics_cover_one_step() -> None:
     tools = MonitoredTools()
     result = tools.step(1, f=ToolCallStats(20, 5, "odd"), g=ToolCallStats(20, 0))
