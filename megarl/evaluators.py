@@ -104,7 +104,7 @@ def lm_eval_command(program: str, tasks: str, endpoint: Endpoint, config: Config
         "max_gen_toks": config.rollout.max_new_tokens,
         "num_concurrent": config.rollout.concurrency,
     }
-    pairs = ",".join(f"{name}={value}" for name, value in arguments.items())
+    pairs = json.dumps(arguments, separators=(",", ":"))  # not key=value, ...: a path may contain commas
     options = ["--model", "local-completions", "--model_args", pairs, "--output_path", str(out), "--log_samples"]
     return [program, "run", "--tasks", tasks, *options]
 
@@ -167,7 +167,7 @@ def clean(name: str) -> str:
 
 
 class Evaluator(NamedTuple):
-    """What to run on an endpoint: one of `lm_eval` (tasks), `inspect` (a task) and `command` (a command line).
+    """Program to run on an endpoint: one of `lm_eval` (tasks), `inspect` (a task) and `command` (a command line).
 
     options: further arguments of lm-eval or inspect.
     """

@@ -44,7 +44,7 @@ RESULTS = {
 
 @dataclass(frozen=True)
 class CardOptions:
-    """What a run folder does not know. license and base_model may be empty; datasets are names on the Hub."""
+    """Metadata that a run folder does not have. license and base_model may be empty; datasets are names on the Hub."""
 
     license: str = ""
     base_model: str = ""
@@ -53,7 +53,7 @@ class CardOptions:
 
 @dataclass(frozen=True)
 class Training:
-    """What a card describes: a run as far as `step`, its last one if None, whose model has this config.json."""
+    """The subject of a card: a run as far as `step`, its last one if None, whose model has this config.json."""
 
     run: Run
     config: Config

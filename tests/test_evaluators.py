@@ -107,9 +107,9 @@ def test_lm_eval_runs_with_the_settings_of_the_run(run: Path, played: Path, tmp_
     assert environment == "http://127.0.0.1:1234/v1 key-of-the-engine policy"
     words = arguments.split()
     assert words[:2] == ["--tasks", "gsm8k"] and words[-2:] == ["--limit", "5"]
-    pairs = dict(pair.split("=") for pair in words[words.index("--model_args") + 1].split(","))
+    pairs = json.loads(words[words.index("--model_args") + 1])
     assert pairs["base_url"] == "http://127.0.0.1:1234/v1/completions" and pairs["model"] == "policy"
-    assert pairs["tokenizer"] == f"{run}/export" and pairs["num_concurrent"] == "8" and pairs["max_length"] == "96"
+    assert pairs["tokenizer"] == f"{run}/export" and pairs["num_concurrent"] == 8 and pairs["max_length"] == 96
     expected = {
         "eval/lm_eval/gsm8k/exact_match_strict-match": 0.5,
         "eval/lm_eval/gsm8k/exact_match_stderr_strict-match": 0.1,

@@ -75,7 +75,7 @@ PathStr = Annotated[str, PathMarker()]
 
 @dataclass(frozen=True)
 class Remedy:
-    """What to write instead of an invalid value, for the error."""
+    """A value to write in place of an invalid one, for the error."""
 
     text: str
 

@@ -1,4 +1,4 @@
-"""What each rank is doing now, in `<run>/live/rank_00003.json`, for the live page.
+"""Current phase of each rank and load of its engine, in `<run>/live/rank_00003.json`, for the live page.
 
 A thread of each rank writes its file when the content changes, and at least every `HEARTBEAT_S`, so that a reader can
 tell a rank that has ended without removing its file. The interval grows with the number of ranks: the whole job writes
@@ -23,6 +23,8 @@ LIVE_FOLDER = "live"
 MIN_INTERVAL_S = 2.0
 FILES_PER_SECOND = 100
 HEARTBEAT_S = 30.0
+CLOSE_TIMEOUT_S = 5.0
+"""A run that ends does not wait longer for a disk that hangs."""
 LOAD_EXPIRES_S = 15.0
 """An engine's load is dropped when it is older: the engine has no requests."""
 
@@ -86,7 +88,7 @@ class LiveStatus(threading.Thread):
         """Stop, and remove the file."""
         set_load_listener(None)
         self._closing.set()
-        self.join()
+        self.join(CLOSE_TIMEOUT_S)
         with contextlib.suppress(OSError):
             self._file.unlink(missing_ok=True)
             self._file.parent.rmdir()  # fails while another rank's file is there

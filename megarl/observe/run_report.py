@@ -44,7 +44,7 @@ CONTENTS = (
 
 
 class Measure(NamedTuple):
-    """What a run's training improves: its metric, name, and the metrics of evaluations in the same unit, by name."""
+    """Measure that training improves: its metric, name, and the metrics of evaluations in the same unit, by name."""
 
     metric: str
     title: str
@@ -81,7 +81,7 @@ class Run:
 
     @property
     def measure(self) -> Measure:
-        """What training improves; the reward for a run with none of `MEASURES` yet."""
+        """Measure that training improves; the reward for a run with none of `MEASURES` yet."""
         return next((measure for measure in MEASURES if self.series(measure.metric)[0]), MEASURES[0])
 
     def accuracy(self) -> tuple[list[int], list[float]]:
